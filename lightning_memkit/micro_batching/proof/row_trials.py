@@ -35,6 +35,7 @@ from lightning_memkit.micro_batching.proof.row_runs import (
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
+from lightning_memkit.utilities.generators import another_seed
 
 # Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
 # is handed out in copies.
@@ -141,7 +142,7 @@ class RowTrials:
             return True
         self._runs.hand_out(None)
         other = self._runs.together(
-            partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=1)
+            partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=another_seed())
         )
         incomplete = self._runs.draws is not None and not self._runs.draws.complete
         return any_rank(self._runs.step.run, incomplete or outcome.comparison.differs(other))
