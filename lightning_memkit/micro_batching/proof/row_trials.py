@@ -77,7 +77,7 @@ class RowTrials:
         scaled = self._runs.whole(lambda loss: loss * SCALE)
         whole.left, again = scaled.left, scaled.gradient / SCALE
         comparison = Comparison(self._runs.spans(), whole.gradient, again)
-        bends = self._bends(comparison)
+        bends = not self._runs.rows.is_further and self._bends(comparison)
         parts = [self._runs.part(index) for index in range(len(self._runs.rows.parts))]
         present = [part for part in parts if part is not None]
         terms = TermComparison(self._runs, ways, whole, parts, comparison)
@@ -150,8 +150,8 @@ class RowTrials:
     def dependence(self, outcome: ComparisonOutcome) -> Verdict | None:
         """The verdict if the second micro-batch's gradient depends on the first having run; else None."""
         second = outcome.parts[1]
-        if self._runs.draws is not None:
-            return None  # the step before would use up the random numbers that are handed out
+        if self._runs.rows.is_further or self._runs.draws is not None:
+            return None  # with draws, the step before would use up the random numbers that are handed out
         counts = (
             second is not None and outcome.parts[0] is not None and bool(second.gradient.isfinite().all())
         )
