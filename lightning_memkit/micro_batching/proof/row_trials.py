@@ -142,7 +142,9 @@ class RowTrials:
             return True
         self._runs.hand_out(None)
         other = self._runs.together(
-            partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=another_seed())
+            partial(
+                self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=another_seed()
+            )
         )
         incomplete = self._runs.draws is not None and not self._runs.draws.complete
         return any_rank(self._runs.step.run, incomplete or outcome.comparison.differs(other))
