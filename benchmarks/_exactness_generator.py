@@ -18,6 +18,7 @@ from benchmarks._exactness_models import (
     CLASSES,
     FEATURES,
     HIDDEN,
+    LATE,
     PARTS,
     ROWS_ACT,
     STATE,
@@ -66,6 +67,11 @@ _RETURNS = ("tensor", "dict", "with_predictions", "with_scalar")
 # What is logged or returned beside the loss: a mean over rows or labels, a sum, an extreme, in some batches only
 _METRICS = ("rows", "labels", "sum", "largest", "returned", "sometimes")
 _WEIGHED = ("task", "halved", "stacked", "dotted")
+# What later batches hold and the first do not
+_LATE = {
+    "ignored classes": "late ignored classes", "ragged classes": "late ragged classes",
+    "row mask": "late row mask", "token mask": "late token mask",
+}  # fmt: skip
 _OPTIMIZERS = ("adamw", "sgd", "rmsprop", "adagrad")
 
 
@@ -94,6 +100,7 @@ class Drawn:
         metric: a number of each row that is logged or returned; empty for none.
         norm: a layer between.
         names: of input, labels and masks in the batch.
+        late: the first batches have all labels and full masks, and the first steps change no state.
     """
 
     seed: int
@@ -116,6 +123,7 @@ class Drawn:
     metric: str
     norm: str
     names: tuple[str, str, str]
+    late: bool = False
 
     @property
     def divisor(self) -> str:
@@ -157,7 +165,7 @@ class Drawn:
             columns[mask] = self.mask
         if any(name == "other_mask" for name, _ in self.terms):
             columns[f"{mask}_2"] = "token mask" if self.kind == "tokens" else "other row mask"
-        return columns
+        return {name: _LATE.get(kind, kind) for name, kind in columns.items()} if self.late else columns
 
 
 def drawn_cases(seed: int, count: int) -> list[Case]:
@@ -199,6 +207,7 @@ def draw(rng: random.Random, seed: int) -> Drawn:
             rng.choice(("mask", "keep", "valid", "loss_mask", "attention_mask")),
         ),
     )  # fmt: skip
+    drawn = replace(drawn, late=random.Random(f"late {seed}").random() < 0.25)
     return _seldom_masked(drawn) if drawn.divisor == "mask" else drawn
 
 
@@ -307,6 +316,8 @@ class Composed(Trained):
 
     def _with_state(self, x: Tensor, batch: Any, loss: Tensor) -> Tensor:
         state = self._drawn.state
+        if self._drawn.late and self.global_step < LATE:
+            state = ""
         if state == "calls":
             self.calls += 1
             return loss * (1 + 1 / self.calls)

@@ -19,6 +19,8 @@ TERMS = "terms"  # each of its terms is, with other weights
 ROWS_ACT = "rows"  # rows act on each other: no weights exist
 STATE = "state"  # the step changes something that several micro-batches would change otherwise
 
+LATE = 4  # the first batch, and step, of what changes late: after those whose loss is compared in any case
+
 seen: list[
     int
 ] = []  # rows of each call of training_step: kept here, since a module's own list would be its state
@@ -205,6 +207,16 @@ def _attention(rows: int, g: torch.Generator) -> Tensor:
     return (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (rows, 1), generator=g)).long()
 
 
+def _distinct(rows: int, g: torch.Generator) -> Tensor:
+    return torch.randperm(VOCABULARY, generator=g)[:rows]
+
+
+def _with_holes(rows: int, g: torch.Generator) -> Tensor:
+    """Numbers of which a third is missing."""
+    values = torch.randn(rows, OUTPUTS, generator=g).bfloat16().float()
+    return values.masked_fill(torch.rand(values.shape, generator=g) < 0.3, torch.nan)
+
+
 COLUMNS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "features": _floats(FEATURES),
     "other features": _floats(FEATURES),
@@ -231,6 +243,26 @@ COLUMNS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "neighbours": _integers(VOCABULARY, LENGTH),
     "images": _floats(2, 5, 5),
     "segments": _ignored(255, CLASSES, 0.5, 5, 5),
+    "ids": _distinct,
+    "repeated ids": _integers(3),
+    "no class": lambda rows, g: torch.zeros(rows, dtype=torch.int64),
+    "two classes": _integers(2),
+    "with holes": _with_holes,
+    "all rows": lambda rows, g: torch.ones(rows),
+    "all tokens": lambda rows, g: torch.ones(rows, LENGTH),
+    "no rows": lambda rows, g: torch.zeros(rows),
+}
+
+# What later batches hold that the first do not
+LATE_COLUMNS: dict[str, tuple[str, str]] = {
+    "late ignored classes": ("classes", "ignored classes"),
+    "late ragged classes": ("token classes", "ragged classes"),
+    "late row mask": ("all rows", "row mask"),
+    "late token mask": ("all tokens", "token mask"),
+    "late optional rows": ("no rows", "row mask"),
+    "late positives": ("no class", "two classes"),
+    "late holes": ("floats", "with holes"),
+    "late repeated ids": ("ids", "repeated ids"),
 }
 
 
@@ -247,7 +279,8 @@ class _Batches:
         rows, batch = self.case.batches[index], {}
         for name, column in self.case.columns.items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {index} {column}".encode()))
-            batch[name] = COLUMNS[column](rows, generator)
+            early, late = LATE_COLUMNS.get(column, (column, column))
+            batch[name] = COLUMNS[late if index >= LATE else early](rows, generator)
         return self.case.container(batch)
 
 

@@ -38,9 +38,9 @@ from benchmarks._exactness_judge import (
     Verdict,
     judge,
 )
+from benchmarks._exactness_later import CASES
 from benchmarks._exactness_models import PARTS, STATE, Case
 from benchmarks._exactness_runs import MORE_SCALES, Trace, jittered, rescaled, train, unsplit
-from benchmarks._exactness_states import CASES
 from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio
 from lightning_memkit import MemoryBudget
 

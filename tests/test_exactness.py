@@ -18,9 +18,9 @@ from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import class_weight_runs
 from benchmarks._exactness_generator import SUM, Drawn, drawn_cases
 from benchmarks._exactness_judge import DIFFERENT, EQUAL, REFUSED, WHOLE, Verdict, judge
+from benchmarks._exactness_later import CASES
 from benchmarks._exactness_models import DTYPES, Case
 from benchmarks._exactness_runs import jittered, train, unsplit
-from benchmarks._exactness_states import CASES
 from benchmarks.exactness import cases_of, cells_of
 from lightning_memkit import MemoryBudget
 

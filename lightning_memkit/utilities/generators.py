@@ -1,10 +1,13 @@
 """Save and restore random number generators of Python, NumPy and torch, global ones or a user's."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -28,22 +31,30 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def torch_states() -> list[Tensor]:
+    """The states of torch's global generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def same_states(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether nothing was drawn between two calls of `torch_states`."""
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+
+
 class Generators:
     """The state of every global random number generator that a step may use: Python, NumPy, torch."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
         self._numpy = np.random.get_state()
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._cpu, *self._cuda = torch_states()
 
     def drawn_from(self) -> tuple[bool, bool]:
         """Whether numbers were drawn since: from torch, and from Python or NumPy."""
         now = Generators()
-        ours = zip([self._cpu, *self._cuda], [now._cpu, *now._cuda], strict=False)
         numpys = zip(self._numpy, now._numpy, strict=True)
         elsewhere = self._python != now._python or not all(np.array_equal(a, b) for a, b in numpys)
-        return not all(torch.equal(a, b) for a, b in ours), elsewhere
+        return not same_states([self._cpu, *self._cuda], [now._cpu, *now._cuda]), elsewhere
 
     def stand_as_now(self) -> bool:
         """Whether no number was drawn since."""
@@ -63,3 +74,8 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def another_seed() -> int:
+    """A seed whose numbers are others than those that come next: a fixed one may be the user's own."""
+    return crc32(torch.get_rng_state().numpy().tobytes())  # draws nothing, so that no dispatch mode sees it

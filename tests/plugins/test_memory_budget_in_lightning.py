@@ -73,11 +73,11 @@ def test_the_profiler_counts_batches_steps_and_parts() -> None:
     step = "[Strategy]SingleDeviceStrategy.training_step"
     trials = now[step] - 4 * before[step]  # four parts a batch
     assert before[step] == 4
-    # Five single rows once; noise, hooks, parts alone, one after the other in each of three batches; what changes.
-    # Then two parts, as one and alone, for what is logged beside the loss: four times, and once for labels that are
-    # new in kind.
-    # Three pairs of the most unlike rows, which tell less than the five: three runs each until that shows.
-    assert trials == 5 + 3 * 7 + 8 + 5 * 3 + 3 * 3
+    # Each of four batches has values that none before it had, so in each: noise, hooks, two micro-batches alone, and
+    # one after the other. In the first also rows one by one, and four times two or three rows that are most unlike,
+    # of which hooks and order are known. Two peaks; two micro-batches, as one and alone, for what is logged; six steps
+    # to see which changes a further step repeats.
+    assert trials == 4 * 7 + 5 + 4 * 4 + 2 + 3 + 6
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

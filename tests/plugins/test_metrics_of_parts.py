@@ -187,7 +187,10 @@ forwards: list[int] = []  # not the module's own: trials would put it back
 
 def test_a_step_that_always_draws_is_not_looked_at_for_ever() -> None:
     ran = []
-    for epochs in (9, 13):  # the loss is compared again after 64 and 128 batches, before and after these epochs
+    for epochs in (
+        9,
+        13,
+    ):  # the loss is compared again after 64 and 128 batches, before and after these epochs
         forwards.clear()
         run(Noisy(JOINED["a number of Python"]), 3, max_epochs=epochs, max_steps=-1)
         ran.append(len(forwards))

@@ -18,6 +18,7 @@ from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
+from lightning_memkit.utilities.generators import another_seed
 from lightning_memkit.utilities.tensors import tensors_of
 
 _MISSED = Miss(excess=float("inf"), relative_error=float("inf"))
@@ -116,7 +117,7 @@ def _miss(step: Step, trials: Trials, partition: Partition) -> Miss:
                     counts = [float(combination.weigh(part)) for part in apart]
                 miss = comparison.miss(gradients, normalized(counts))
                 # Ranks decide together whether to try the next level: one that stopped alone would let others wait.
-                random = comparison.differs(trials.gradient_of(step, both, seed=1))
+                random = comparison.differs(trials.gradient_of(step, both, seed=another_seed()))
             if not any_rank(step.run, miss.excess > 1 and random):
                 break
     except (StepFailedError, UnforeseenLossError):

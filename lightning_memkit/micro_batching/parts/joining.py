@@ -231,9 +231,7 @@ def unlike_pair(
     return pairs[turn * _STRIDE % len(pairs)] if pairs else None
 
 
-def _pairs(
-    parts: Sequence[Any], counts: Counts, *, adjacent: bool, turn: int = 0
-) -> list[tuple[int, int]]:
+def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool, turn: int = 0) -> list[tuple[int, int]]:
     """The candidate pairs: neighbours if `adjacent`, else pairs that differ in value or count.
 
     Of micro-batches that are alike in both, one is a candidate; each `turn` another, since what they hold may differ.

@@ -133,7 +133,9 @@ class PartValues:
             pair = (parts[min(index, beside)], parts[max(index, beside)])
             if self._looked_at(step, given, pair):
                 self.logs.seen.update(facets[index] | facets[beside])
-            elif self.look is None or not self.look.ran_out:  # else a later micro-batch like this is looked at
+            elif (
+                self.look is None or not self.look.ran_out
+            ):  # else a later micro-batch like this is looked at
                 self.logs.seen.update(facets[index])
                 if not is_first:
                     self._give_up_rules()

@@ -4,6 +4,7 @@ A loss is proven on the rows of a few batches. Padding, missing labels, a rare c
 later may make it another loss: a mean over something else, rows that act on each other.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_memkit.micro_batching.splitting import IGNORED_LABEL, named_tenso
 _MOST_VALUES = (
     64  # distinct values of a tensor of labels, lengths or weights; one with more holds ids or inputs
 )
+_SEVERAL = 8  # values after which one more is a further class, and no first positive
 _LARGEST = 2**16  # elements of a tensor that is searched in every batch
 
 _FIRST_REVISION = 8
@@ -28,9 +30,14 @@ def is_revised_after(batches: int) -> bool:
 
 
 class Novelties:
-    """Remembers what batches held, and tells whether a batch holds something new."""
+    """Remembers what batches held, and tells whether a batch holds something new.
+
+    Attributes:
+        only_classes: all that was new in the last batch are further values of tensors of which several are known.
+    """
 
     def __init__(self) -> None:
+        self.only_classes = False
         self._seen: set[Any] = set()
         self._many: set[str] = set()  # tensors with more distinct values than `_MOST_VALUES`
 
@@ -47,6 +54,8 @@ class Novelties:
             if is_searched and tensor.ndim and 0 < tensor.numel() <= _LARGEST and not tensor.is_complex():
                 found |= {(name, what) for what in self._held(name, tensor)}
         new = found - self._seen
+        known = Counter(one[0] for one in self._seen if _is_value(one))
+        self.only_classes = all(_is_value(one) and known[one[0]] >= _SEVERAL for one in new)
         self._seen |= found
         return bool(new)
 
@@ -65,6 +74,11 @@ class Novelties:
             self._many.add(name)
             return {"many values"}
         return {*distinct, *(["one value"] if len(distinct) < 2 else [])}
+
+
+def _is_value(found: Any) -> bool:
+    """Whether it is a value of a tensor, and no kind of values."""
+    return len(found) == 2 and not isinstance(found[1], str)
 
 
 def _of_floats(rows: Tensor) -> set[str]:

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
@@ -119,7 +120,7 @@ class Weighing:
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
         self._probe(step, trials, _PROBED_SAMPLES[0] if is_first else micro_batch_size)
-        if is_first or self._is_new:
+        if is_first or (self._is_new and not self._novelties.only_classes):
             self._contradict(step, trials)
 
     def _contradict(self, step: Step, trials: Trials) -> None:
@@ -134,7 +135,7 @@ class Weighing:
             trials.limited = rows > _PROBED_SAMPLES[-1]
             with suppress(NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, rows, place, alone=True)
-                self._settled_by(step, trials, probed, is_last=True)
+                self._settled_by(step, trials, replace(probed, is_further=True), is_last=True)
             verdict = self.verdict
             if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
                 return

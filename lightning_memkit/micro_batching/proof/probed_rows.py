@@ -32,6 +32,7 @@ from lightning_memkit.micro_batching.splitting import named_tensors
 EQUAL_IDS = -1  # instead of a number of probes: a row between two that are equal in a column of integers
 # Numbers of rows and of probes: pairs that are unlike in the first tensors that differ between rows, and equal ids.
 FEW_ROWS = ((2, 1), (2, 3), (2, 5), (3, EQUAL_IDS))
+_MOST_SORTED = 8  # rows that are run one by one to sort them by their losses
 _COUNTED_ROWS = 256  # the most rows of a batch that are compared to choose the most different ones
 
 
@@ -59,7 +60,7 @@ def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
     Of the rows that count in every mask, one comes first and one last, so that both micro-batches count.
     """
     total = batch_size(small)
-    if total < 4 or isinstance(small, SplittableBatch):
+    if not 4 <= total <= _MOST_SORTED or isinstance(small, SplittableBatch):
         return small
     try:
         singles = split_batch(small, [1] * total)

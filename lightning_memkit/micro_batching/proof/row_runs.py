@@ -64,11 +64,16 @@ class TrialStep:
 
 @dataclass(kw_only=True)
 class Rows:
-    """Some rows of a batch, whole and split into micro-batches (`parts`) of `sizes` rows."""
+    """Some rows of a batch, whole and split into micro-batches (`parts`) of `sizes` rows.
+
+    `is_further`: others of the batch were compared before, and have shown what does not depend on the rows: whether
+    gradients are linear in the loss, and whether a micro-batch depends on the one before.
+    """
 
     whole: Any
     parts: list[Any]
     sizes: list[int]
+    is_further: bool = False
 
 
 @dataclass(kw_only=True)

@@ -35,6 +35,7 @@ from lightning_memkit.micro_batching.proof.row_runs import (
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
+from lightning_memkit.utilities.generators import another_seed
 
 # Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
 # is handed out in copies.
@@ -76,7 +77,7 @@ class RowTrials:
         scaled = self._runs.whole(lambda loss: loss * SCALE)
         whole.left, again = scaled.left, scaled.gradient / SCALE
         comparison = Comparison(self._runs.spans(), whole.gradient, again)
-        bends = self._bends(comparison)
+        bends = not self._runs.rows.is_further and self._bends(comparison)
         parts = [self._runs.part(index) for index in range(len(self._runs.rows.parts))]
         present = [part for part in parts if part is not None]
         terms = TermComparison(self._runs, ways, whole, parts, comparison)
@@ -141,7 +142,9 @@ class RowTrials:
             return True
         self._runs.hand_out(None)
         other = self._runs.together(
-            partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=1)
+            partial(
+                self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=another_seed()
+            )
         )
         incomplete = self._runs.draws is not None and not self._runs.draws.complete
         return any_rank(self._runs.step.run, incomplete or outcome.comparison.differs(other))
@@ -149,8 +152,8 @@ class RowTrials:
     def dependence(self, outcome: ComparisonOutcome) -> Verdict | None:
         """The verdict if the second micro-batch's gradient depends on the first having run; else None."""
         second = outcome.parts[1]
-        if self._runs.draws is not None:
-            return None  # the step before would use up the random numbers that are handed out
+        if self._runs.rows.is_further or self._runs.draws is not None:
+            return None  # with draws, the step before would use up the random numbers that are handed out
         counts = (
             second is not None and outcome.parts[0] is not None and bool(second.gradient.isfinite().all())
         )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_memkit.utilities.generators import same_states, torch_states
+
 LEVELS = (0, 1, 2)
 
 # They normalize with the batch's statistics, which has a warning of its own: here they are in eval mode.
@@ -60,9 +62,13 @@ class SharedDraws(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         args, kwargs = _without_dropout(func, args, kwargs)
-        out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-            return out
+            return func(*args, **kwargs)
+        before = torch_states()
+        out = func(*args, **kwargs)
+        own = any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values()))
+        if not own and same_states(before, torch_states()):
+            return out  # attention kernels have the tag, and without dropout draw nothing
         drawn, spec = tree_flatten(out)
         if self._place is None:
             self._recorded.append([d.detach().clone() if isinstance(d, Tensor) else d for d in drawn])
