@@ -99,9 +99,8 @@ class expert_of_limited_capacity(Classifier):  # noqa: N801
 
     def logits(self, batch: Any) -> Tensor:
         """Rows beyond the expert's capacity keep their features."""
-        x = batch["x"][:, :CLASSES].to(self.net[0].weight.dtype)
-        taken = torch.arange(len(x)) < MANY
-        return at_least_float32(x + self.net(batch["x"].to(x.dtype)) * taken[:, None])
+        taken = torch.arange(len(batch["x"])) < MANY
+        return at_least_float32(batch["x"][:, :CLASSES] + self.net(batch["x"]) * taken[:, None])
 
 
 @case(ROWS_ACT, {"x": "late repeated ids", "y": "classes"})
@@ -167,9 +166,9 @@ class queue_later(Classifier):  # noqa: N801
         return F.cross_entropy(shifted, batch["y"])
 
 
-@case(ROWS_ACT, LABELLED)
+@case(STATE, LABELLED)
 class passes_over_spikes(Classifier):  # noqa: N801
-    """A batch whose loss is high is skipped, as guards against spikes do."""
+    """A batch whose loss is high is skipped, as guards against spikes do: those without a spike may be split."""
 
     def step(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Cross-entropy, or nothing."""
@@ -184,5 +183,4 @@ class one_number_a_batch(Trained):  # noqa: N801
     def loss(self, batch: Any) -> Tensor:
         """Cross-entropy of scaled features."""
         scale = 0.5 + torch.rand(())
-        x = at_least_float32(self.net((batch["x"] * scale).to(self.net[0].weight.dtype)))
-        return F.cross_entropy(x, batch["y"])
+        return F.cross_entropy(self.logits({"x": batch["x"] * scale.to(batch["x"])}), batch["y"])

@@ -257,8 +257,9 @@ class PartsChoice:
         """Probe how this batch's micro-batches are weighed, where that is still open."""
         partition = self._runner.partition
         size = partition.micro_batch_size if self.tuning is None else self.tuning.probed_size
-        self.weighing.fewest = partition.fewest
+        self.weighing.fewest, probes = partition.fewest, self.weighing.probes
         self.weighing.settle(step, self._trials, size)
+        self._runner.whole.due |= self.weighing.probes != probes
         self._take_over(step)
 
     def _take_over(self, step: Step) -> None:

@@ -19,6 +19,7 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.partition import WHOLE, Cut, Partition
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
+from lightning_memkit.micro_batching.parts.whole_comparison import WholeComparison
 from lightning_memkit.micro_batching.proof.lazy_modules import materialized
 from lightning_memkit.micro_batching.proof.survey import Surveys
 from lightning_memkit.micro_batching.proof.trials import Trials
@@ -170,7 +171,9 @@ class Engine:
             )
         self.trials.ranks = ranks
         self.runner.connect(ranks, self._survey)
-        self.runner.look_at_whole = WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None
+        self.runner.whole = WholeComparison(
+            WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None
+        )
         self.runner.values.look = ValueLooks(self.trials) if self.loop.world_size == 1 else None
         if self.loop.world_size > 1:
             self._undo += [ranks.close, self.loop.clip_by(ranks.clip)]

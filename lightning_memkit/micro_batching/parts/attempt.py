@@ -71,20 +71,30 @@ def same_number(loss: Tensor, value: Any) -> bool:
     return bool(value == loss) or bool(value.isnan() & loss.isnan())
 
 
+def shares_of(attempt: Attempt, partition: Partition) -> list[float]:
+    """The weights of the micro-batches that have a loss, in the batch's."""
+    total = sum(attempt.weights)
+    combination = partition.combination
+    summed = combination.summed or (combination.rules is not None and combination.rules.summed)
+    return [weight / total for weight in attempt.weights] if total and not summed else attempt.weights
+
+
+def loss_of(attempt: Attempt, partition: Partition) -> Tensor | None:
+    """The batch's loss, from those of its micro-batches; None if none has one."""
+    whole = put_together(attempt)
+    if whole is not None or not attempt.losses:
+        return whole
+    first, *_ = attempt.losses  # one number, perhaps of shape (1,): it must not be joined as a row
+    numbers = [one.reshape(()) for one in attempt.losses]
+    return joined(numbers, shares_of(attempt, partition), attempt.sizes).reshape(first.shape)
+
+
 def reported(
     step: Step, attempt: Attempt, partition: Partition, values: PartValues
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """Log the batch's joined values; return its loss, and what the step returned besides the loss."""
-    whole = put_together(attempt)
-    total = sum(attempt.weights)
-    combination = partition.combination
-    summed = combination.summed or (combination.rules is not None and combination.rules.summed)
-    shares = [weight / total for weight in attempt.weights] if total and not summed else None
-    shares = shares or attempt.weights
-    loss = whole
-    if whole is None and attempt.losses:
-        first, *_ = attempt.losses  # one number, perhaps of shape (1,): it must not be joined as a row
-        loss = joined([one.reshape(()) for one in attempt.losses], shares, attempt.sizes).reshape(first.shape)
+    whole, combination = put_together(attempt), partition.combination
+    shares, loss = shares_of(attempt, partition), loss_of(attempt, partition)
     # Comparing numbers on an accelerator would wait for it: not if the rules of `values` are enough.
     is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
     known = names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()

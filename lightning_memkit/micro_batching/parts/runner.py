@@ -19,8 +19,9 @@ from lightning_memkit.micro_batching.parts.before_zero_grad import BeforeZeroGra
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
-from lightning_memkit.micro_batching.parts.skipped_parts import LookAtWhole, check_skipped
+from lightning_memkit.micro_batching.parts.skipped_parts import check_skipped
 from lightning_memkit.micro_batching.parts.watched_parts import WatchedParts
+from lightning_memkit.micro_batching.parts.whole_comparison import WholeComparison
 from lightning_memkit.micro_batching.ranks.agreement import Ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import (
@@ -46,7 +47,7 @@ class PartsRunner:
         values: combines what micro-batches log and return.
         ranks: coordinates the ranks in each step.
         draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
-        look_at_whole: tells what a batch's loss is if the step returned None for some of its micro-batches.
+        whole: compares with the whole batch, also where the step returned None for some of its micro-batches.
     """
 
     def __init__(self, run: Run, partition: Partition, watch: StepWatch, *, exact_window: bool) -> None:
@@ -59,7 +60,7 @@ class PartsRunner:
         self._watched = WatchedParts(run, watch)
         self._hooks = BeforeZeroGrad(run, watch)
         self._compares = False  # the functions of the batch's first loss are still to be compared
-        self.look_at_whole: LookAtWhole | None = None
+        self.whole = WholeComparison(None)
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
@@ -79,10 +80,12 @@ class PartsRunner:
         Raises:
             UnforeseenLossError: the loss differs from the one that was proven to add up; gradients are incomplete.
             UnknownTotalsError: the batch has to begin again with known totals; gradients are incomplete.
+            ManyRowsError: the whole batch has another loss.
         """
         attempt = Attempt()
         self._attempt(step, attempt)
         self.phase = "after backward, in hooks, clipping or the optimizer's step"
+        self.whole.compare(step, attempt, self.partition)
         return reported(step, attempt, self.partition, self.values)
 
     def run_again(self, step: Step) -> None:
@@ -179,7 +182,7 @@ class PartsRunner:
             del loss, extra
         attempt.rows = cut.rows(attempt.parts)
         skips = len(attempt.parts_logged) > max(len(attempt.parts), 1)
-        if skips and not check_skipped(batch, attempt, self.partition, self.look_at_whole):
+        if skips and not check_skipped(batch, attempt, self.partition, self.whole.looks):
             self._warn(untold.SKIP)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]

@@ -17,6 +17,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenWronglyError,
     HookStateError,
     KeptConstantError,
+    ManyRowsError,
     PartSkippedError,
     VaryingFactorError,
 )
@@ -46,6 +47,13 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
     """The verdict on a loss that a micro-batch has shown not to add up; None for errors that don't settle it."""
     if isinstance(error, KeptConstantError):
         return constant_beside_a_kept_mean()
+    if isinstance(error, ManyRowsError):
+        return _refused(
+            f"the samples of a batch act on each other where there are many (training_step has {error}): an expert's "
+            "capacity, or a choice among all rows",
+            _WHOLE_AND_FIT,
+            error.relative_error,
+        )
     if isinstance(error, HookStateError):
         return _refused(
             f"{error}: micro-batches after the first would see it changed, and the whole batch would not",

@@ -1,15 +1,18 @@
-"""Run a whole batch forward, without a trace, to see whether it has a loss, and what that counts."""
+"""Run a whole batch forward, without a trace, to see whether it has a loss, which, and what that counts."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_values import TermValues
-from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
 from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.proof.without_noise import quiet
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.divisors import least_divisors
 from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, UnforeseenLossError
@@ -65,3 +68,35 @@ class WholeLooks:
             for index, count in least.counts.items():
                 counts[index] = count
             return WholeLook(loss=loss.detach(), counts=counts, drew=drew)
+
+    def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:
+        """The losses of the batch and of each micro-batch, where rows draw the same random numbers in both.
+
+        Batch normalization runs in eval mode. None if a forward fails or has no loss, or draws can't be handed out.
+        """
+        losses, total = list[Tensor](), sum(cut.sizes)
+        with unmetered(), quiet(self._run.module, 1) as draws:
+            if draws is None:
+                return None
+            draws.record()
+            for index, rows in enumerate([step.batch, *cut.parts]):
+                if index:
+                    draws.hand_out(sum(cut.sizes[: index - 1]), cut.sizes[index - 1], total)
+                loss = self._loss_of(step, partition, rows)
+                if loss is None:
+                    return None
+                losses.append(loss)
+        return losses if draws.complete else None
+
+    def _loss_of(self, step: Step, partition: Partition, rows: Any) -> Tensor | None:
+        state = partition.combination.state
+        with self._trials.no_trace(step, rows, after_backward=True):
+            if state is not None:
+                state.begin_anew()
+            try:
+                with self._trials.within_budget(step) or nullcontext(), torch.no_grad():
+                    loss, _ = step.forward(self._run.transfer(rows))
+            except Exception as error:
+                self._run.debug(f"MemoryBudget can't look at a whole batch: {error!r}")
+                return None
+        return None if loss is None else loss.detach()

@@ -9,6 +9,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     HookStateError,
     KeptConstantError,
     LoneCountError,
+    ManyRowsError,
     MistakenTotalsError,
     NewFunctionsError,
     NothingCountedError,
@@ -37,6 +38,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     VaryingFactorError,
     KeptConstantError,
     PartSkippedError,
+    ManyRowsError,
     HookStateError,
 )
 

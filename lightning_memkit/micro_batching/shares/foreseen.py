@@ -84,3 +84,15 @@ class PartSkippedError(UnforeseenLossError):
 
 class VaryingFactorError(UnforeseenLossError):
     """A factor of a reduction differs between micro-batches: rows act on each other through it."""
+
+
+class ManyRowsError(UnforeseenLossError):
+    """A whole batch has another loss than its micro-batches together, though few rows add up.
+
+    Args:
+        relative_error: by how much they differ.
+    """
+
+    def __init__(self, message: str = "", relative_error: float = float("inf")) -> None:
+        super().__init__(message)
+        self.relative_error = relative_error

@@ -1,0 +1,110 @@
+"""Compare the loss of a batch in micro-batches with the whole batch's: rows may act on each other only among many.
+
+An expert that takes at most so many rows, or a mean over the hardest 64 of a batch, is a plain mean of the few rows
+whose gradients are compared.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
+from lightning_memkit.micro_batching.parts.partition import Cut, Partition
+from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
+from lightning_memkit.micro_batching.proof.novelty import is_revised_after
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError
+from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
+
+# Relative: forwards of other shapes round otherwise, on a GPU in TF32.
+_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDED_IN_FEW_BITS = 4e-3
+_UNEXPLAINED = 8  # batches that are compared if the loss's graph does not show its divisors: one may agree by chance
+
+
+class LooksAtWhole(Protocol):
+    """Runs the whole batch, and its micro-batches, without a trace and without a backward."""
+
+    def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
+        """What the whole batch has shown; None if it does not fit, or fails."""
+        ...
+
+    def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:
+        """The losses of the batch and of each micro-batch, with the same random numbers; None if that fails."""
+        ...
+
+
+class WholeComparison:
+    """Compares batches that were probed, and one after 8, 16, 32 ... of all: a forward of the whole batch each.
+
+    Where the step draws random numbers, or normalizes with the batch's statistics, the micro-batches run again, too.
+
+    Args:
+        looks: runs the forwards; None compares nothing.
+
+    Attributes:
+        due: the batch at hand was probed.
+    """
+
+    def __init__(self, looks: LooksAtWhole | None) -> None:
+        self.looks = looks
+        self.due = False
+        self._batches = 0
+
+    def compare(self, step: Step, attempt: Attempt, partition: Partition) -> None:
+        """Compare, if it is this batch's turn.
+
+        Raises:
+            ManyRowsError: the losses differ by more than rounding.
+        """
+        if self.looks is None or attempt.cut is None or len(attempt.losses) < 2:
+            return
+        if len(attempt.losses) < len(attempt.parts_logged):
+            return  # `check_skipped` compares these
+        self._batches += 1
+        early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
+        if not (self.due or early or is_revised_after(self._batches)):
+            return
+        self.due = False
+        whole = self.looks(step, partition)
+        if whole is None or whole.loss is None:
+            return
+        if whole.drew or with_batch_statistics(step.run.module):
+            self._compare_with_equal_draws(step, attempt, partition)
+        elif not partition.unlike or put_together(attempt) is not None:
+            ours = loss_of(attempt, partition)
+            if ours is not None and _rest_is_known(attempt, partition):
+                _compare(step, whole.loss, ours, attempt.losses)
+
+    def _compare_with_equal_draws(self, step: Step, attempt: Attempt, partition: Partition) -> None:
+        # Rows out of order would get the numbers of others; terms that weigh unlike are known of the step's own only.
+        rests = partition.combination.rests
+        apart = partition.unlike or (rests is not None and rests.seen)
+        if self.looks is None or attempt.cut is None or attempt.rows is not None or apart:
+            return
+        losses = self.looks.with_equal_draws(step, partition, attempt.cut)
+        if losses is None:
+            return
+        whole, *parts = losses
+        shares = shares_of(attempt, partition)
+        ours = torch.stack([part.double() * share for part, share in zip(parts, shares, strict=True)]).sum()
+        _compare(step, whole, ours, parts)
+
+
+def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
+    """Whether a part of the loss that has no gradient adds up as the others do, or is put together apart."""
+    rests = partition.combination.rests
+    return rests is None or not rests.untold and (not rests.seen or put_together(attempt) is not None)
+
+
+def _compare(step: Step, whole: Tensor, ours: Tensor, losses: Sequence[Tensor]) -> None:
+    exact = step.run.precision in ("32-true", "64-true")
+    allowed = _ROUNDED.get(whole.dtype, _ROUNDED_IN_FEW_BITS) if exact else _ROUNDED_IN_FEW_BITS
+    numbers = torch.stack([whole.double().reshape(()), ours.double().reshape(()).to(whole.device)])
+    theirs, own = numbers.tolist()
+    size = max(abs(theirs), abs(own))
+    if abs(theirs - own) > allowed * size and size < float("inf"):  # False for nan
+        shown = f"a loss of {theirs:.6g} for the whole batch, and of {own:.6g} for its micro-batches"
+        raise ManyRowsError(shown, abs(theirs - own) / size)
