@@ -55,6 +55,8 @@ def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
         return verdicts.curved(outcome.why, error)
     if outcome.bends:
         return verdicts.bent(step.run, error)
+    if 0 < len(outcome.present) < len(outcome.parts):
+        return verdicts.skips_parts()
     gradients = [part.gradient for part in outcome.parts if part is not None]
     return verdicts.missed(outcome.whole.gradient, gradients, outcome.present_shares, outcome.miss)
 

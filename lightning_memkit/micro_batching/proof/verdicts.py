@@ -61,13 +61,18 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
             0.0,
         )
     if isinstance(error, PartSkippedError):
-        return _refused(
-            "training_step returns None for some micro-batches whose rows count in the whole batch's loss",
-            f"{_WHOLE_AND_FIT}, or decide by something that is the same for any rows (a loss of zero instead of None "
-            "for rows that count nothing)",
-            0.0,
-        )
+        return skips_parts()
     return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
+
+
+def skips_parts() -> Verdict:
+    """The step returns None for rows that count in the loss of all rows."""
+    return _refused(
+        "training_step returns None for some micro-batches whose rows count in the whole batch's loss",
+        f"{_WHOLE_AND_FIT}, or decide by something that is the same for any rows (a loss of zero instead of None "
+        "for rows that count nothing)",
+        0.0,
+    )
 
 
 def never_as_foreseen(shown: str) -> Verdict:
