@@ -144,8 +144,7 @@ class PartsRunner:
 
     def _run_parts(self, batch: BatchRun, attempt: Attempt, kept: list[int | None]) -> None:
         ran: list[int] = []  # which entries of `attempt.logged` are of micro-batches with a loss
-        cut, step, state = batch.cut, batch.step, self.partition.combination.state
-        is_split = len(kept) > 1
+        cut, step, state, is_split = batch.cut, batch.step, self.partition.combination.state, len(kept) > 1
         if state is not None:
             state.begin()
         if is_split:
@@ -186,11 +185,9 @@ class PartsRunner:
             self._warn(untold.SKIP)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
-            untold_names = self._watched.unsettled(
-                state, state.finish({"loss": attempt.weights, "samples": sizes}, ran)
-            )
-            if untold_names:
-                self._warn(untold.STATE.format(names=untold_names))
+            failed = state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+            if names := self._watched.unsettled(state, failed):
+                self._warn(untold.STATE.format(names=names))
 
     def _run_watched(
         self, batch: BatchRun, index: int, weight: float, which: str, *, position: int, of: int
@@ -228,7 +225,7 @@ class PartsRunner:
                     loss, extra = step.forward(part)
             if self.partition.skipped and loss is not None:
                 raise UnforeseenLossError(
-                    "training_step returned None for the whole batch in a trial, and not now"
+                    "the step returned None for the whole batch in a trial, and not now"
                 )
             if first:
                 self._hooks.zero(step, several=len(batch.cut.parts) > 1)

@@ -21,7 +21,9 @@ from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 # Relative: forwards of other shapes round otherwise, on a GPU in TF32.
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDED_IN_FEW_BITS = 4e-3
-_UNEXPLAINED = 8  # batches that are compared if the loss's graph does not show its divisors: one may agree by chance
+_UNEXPLAINED = (
+    8  # batches that are compared if the loss's graph does not show its divisors: one may agree by chance
+)
 
 
 class LooksAtWhole(Protocol):

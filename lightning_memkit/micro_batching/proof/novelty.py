@@ -69,8 +69,10 @@ class Novelties:
     def _values(self, name: str, tensor: Tensor) -> set[Any]:
         if name in self._many:
             return set()
-        distinct = torch.unique(tensor[tensor == tensor]).tolist()
-        if len(distinct) > _MOST_VALUES:
+        known = tensor[tensor == tensor]
+        distinct = torch.unique(known).tolist()
+        is_continuous = tensor.is_floating_point() and _SEVERAL < len(distinct) > known.numel() / 2
+        if len(distinct) > _MOST_VALUES or is_continuous:
             self._many.add(name)
             return {"many values"}
         return {*distinct, *(["one value"] if len(distinct) < 2 else [])}

@@ -20,7 +20,7 @@ from lightning_memkit.micro_batching.proof.judged import candidates, changes_ver
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
 from lightning_memkit.micro_batching.proof.novelty import Novelties, is_revised_after
 from lightning_memkit.micro_batching.proof.probed_rows import (
-    FEW_ROWS,
+    few_rows,
     in_order_of,
     numbers_of_rows,
     probed_rows,
@@ -128,10 +128,13 @@ class Weighing:
         if not self.probes or self.verdict is None or not self.verdict.adds_up:
             return
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        if self.fewest > 1 or total <= FEW_ROWS[0][0] or not trials.ranks.compares:
+        if self.fewest > 1 or total <= 2 or not trials.ranks.compares:
             return
-        known = dict(vars(self))
-        for rows, place in FEW_ROWS:
+        known, places = dict(vars(self)), few_rows(step.batch)
+        most = int(largest_of_ranks(step.run, [len(places)])[0])
+        for rows, place in [*places, *places[-1:] * (most - len(places))]:
+            if rows >= total:
+                continue
             trials.limited = rows > _PROBED_SAMPLES[-1]
             with suppress(NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, rows, place, alone=True)

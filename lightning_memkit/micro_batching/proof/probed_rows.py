@@ -29,9 +29,12 @@ from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
 from lightning_memkit.micro_batching.splitting import named_tensors
 
-EQUAL_IDS = -1  # instead of a number of probes: a row between two that are equal in a column of integers
-# Numbers of rows and of probes: pairs that are unlike in the first tensors that differ between rows, and equal ids.
-FEW_ROWS = ((2, 1), (2, 3), (2, 5), (3, EQUAL_IDS))
+EQUAL_IDS = (
+    -1
+)  # and below: instead of a number of probes, a row between two that are equal in a column of integers
+# Numbers of rows and of probes: pairs that are unlike in the first tensors that differ between rows.
+_UNLIKE_PAIRS = ((2, 1), (2, 3), (2, 5))
+_MOST_EQUAL = 3  # columns whose equal rows are compared
 _MOST_SORTED = 8  # rows that are run one by one to sort them by their losses
 _COUNTED_ROWS = 256  # the most rows of a batch that are compared to choose the most different ones
 
@@ -94,8 +97,8 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
     masks = _masks(counted)
     # A number with few values is a mask or a class, whose extremes tell more.
     telling = sorted((n for n in counted.values() if len(set(n.values())) > 1), key=_different)
-    if probes == EQUAL_IDS:
-        pair = _equal(singles[0], counted) or [0, total - 1]
+    if probes <= EQUAL_IDS:
+        pair = _equal(singles[0], counted, EQUAL_IDS - probes) or [0, total - 1]
         between = next(row for row in [*looked_at, *range(total)] if row not in pair)
         return [pair[0], between, pair[1]]
     if rows == 2 and probes % 2 and telling:
@@ -116,21 +119,30 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
     return [first, *sorted(others), last]
 
 
-def _equal(single: Any, counted: dict[BatchCount, dict[int, float]]) -> list[int]:
-    """Two rows with one id: equal in the column of integers with the most values; empty where all differ."""
+def _equal(single: Any, counted: dict[BatchCount, dict[int, float]], place: int) -> list[int]:
+    """Two rows with one id: equal in a column of integers, first in that with the most values; empty without one."""
     ids = {
         path
         for path, tensor in named_tensors(single, "")
         if tensor.numel() == 1 and not tensor.is_floating_point()
     }
+    pairs: list[list[int]] = []
     for count, numbers in sorted(counted.items(), key=lambda item: -_different(item[1])):
-        if count.kind == "sum" and count.path in ids and _different(numbers) > 1:
+        if count.kind == "sum" and count.path in ids and 1 < _different(numbers) < len(numbers):
             first: dict[float, int] = {}
-            for row, number in numbers.items():
-                if number in first:
-                    return [first[number], row]
-                first[number] = row
-    return []
+            pairs.append(
+                next([first[n], row] for row, n in numbers.items() if first.setdefault(n, row) != row)
+            )
+    return pairs[place] if place < len(pairs) else []
+
+
+def few_rows(batch: Any) -> list[tuple[int, int]]:
+    """The few rows that may show what drowns among more: their numbers, and the places for `probed_rows`."""
+    equal = 0
+    for _, tensor in named_tensors(batch, ""):
+        if tensor.ndim and not tensor.is_floating_point() and tensor.numel() == len(tensor):
+            equal += 1 < len(tensor.unique()) < len(tensor)
+    return [*_UNLIKE_PAIRS, *((3, EQUAL_IDS - place) for place in range(min(equal, _MOST_EQUAL)))]
 
 
 def _masks(counted: dict[BatchCount, dict[int, float]]) -> list[dict[int, float]]:

@@ -63,8 +63,7 @@ class RowTrials:
             known: rules that held before.
 
         Raises:
-            NothingCountsError: on a rank, the rows have no gradient, or a term counts none of them, or they
-                show less than is known.
+            NothingCountsError: on a rank, no row has a gradient, or counts in a term; or they show less than is known.
         """
         self._runs.trials.capture = None
         if self._runs.draws is not None:
