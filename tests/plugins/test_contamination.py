@@ -81,6 +81,10 @@ def test_a_leak_stops_the_training_before_its_first_step():
     assert torch.equal(weights(module), before)
 
 
+def dropped(block: Any, given: Any, out: Any) -> Tensor:
+    return F.dropout(out, 0.1)
+
+
 class Dropping(CausalLM):
     """Drops activations, and counts its rows: micro-batches count the same."""
 
@@ -88,7 +92,7 @@ class Dropping(CausalLM):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.rows += len(batch["input_ids"])
-        drop = self.blocks[0].register_forward_hook(lambda block, given, out: F.dropout(out, 0.1))
+        drop = self.blocks[0].register_forward_hook(dropped)
         try:
             return super().training_step(batch, batch_idx)
         finally:

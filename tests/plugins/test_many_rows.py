@@ -55,7 +55,7 @@ def plain(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return each(net, x, y).mean()
 
 
-def fit(loss: Any, size: int | str | None, *, dropout: float = 0.0, dtype: Any = torch.float64) -> Net:
+def fit(loss: Any, size: Any, *, dropout: float = 0.0, dtype: Any = torch.float64) -> Net:
     FORWARDS.clear()
     torch.manual_seed(0)
     net = Net(loss, dropout).to(dtype)
