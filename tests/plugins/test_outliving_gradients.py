@@ -161,3 +161,25 @@ def test_a_step_that_reads_the_last_ones_gradients_runs_whole() -> None:
     assert_close(run(Reads, MemoryBudget("1GiB", micro_batch_size=8)), run(Reads))
     with pytest.raises(BudgetError, match=r"training_step reads net\.0\.weight\.grad"):
         run(Reads, MemoryBudget("1GiB", micro_batch_size=3))
+
+
+class Norms(Callback):
+    """Reads the last step's gradients where Lightning has not zeroed them yet."""
+
+    def __init__(self) -> None:
+        self.norms: list[float | None] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        gradient = pl_module.net[0].weight.grad
+        self.norms.append(None if gradient is None else float(gradient.norm()))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_hook_before_zero_grad_sees_the_last_step_s_gradients(size: int) -> None:
+    ours, plain = Norms(), Norms()
+    run(Plain, plain)
+    run(Plain, ours, MemoryBudget("1GiB", micro_batch_size=size))
+    first, *later = plain.norms
+    assert first is None
+    assert len(later) > 3
+    assert ours.norms == [None, *(pytest.approx(norm, rel=1e-4) for norm in later)]
