@@ -98,9 +98,9 @@ class expert_of_limited_capacity(Classifier):  # noqa: N801
     """An expert that takes at most so many rows of a batch, as those of GShard do (Lepikhin et al. 2020)."""
 
     def logits(self, batch: Any) -> Tensor:
-        """Rows beyond the expert's capacity keep their features."""
-        taken = torch.arange(len(batch["x"])) < MANY
-        return at_least_float32(batch["x"][:, :CLASSES] + self.net(batch["x"]) * taken[:, None])
+        """Rows beyond the expert's capacity keep their features, which are large beside its outputs."""
+        taken = (torch.arange(len(batch["x"])) < MANY)[:, None]
+        return at_least_float32(3 * batch["x"][:, :CLASSES] * ~taken + self.net(batch["x"]) * taken)
 
 
 @case(ROWS_ACT, {"x": "late repeated ids", "y": "classes"})

@@ -264,8 +264,7 @@ class PartsChoice:
 
     def _take_over(self, step: Step) -> None:
         weighing, partition = self.weighing, self._runner.partition
-        combination = weighing.combination(step.batch)
-        partition.combine_by(combination, held=weighing.skipped, unlike=weighing.unlike)
+        partition.combine_by(weighing.combination(step.batch), held=weighing.skipped, unlike=weighing.unlike)
         self._window.check(weighing.rules, is_unlike=partition.unlike)
         self._runner.draws = draws = self._trials.draws
         draws.required = self._splits_by_itself and self._trials.ranks.compares

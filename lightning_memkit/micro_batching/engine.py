@@ -172,7 +172,9 @@ class Engine:
         self.trials.ranks = ranks
         self.runner.connect(ranks, self._survey)
         self.runner.whole = WholeComparison(
-            WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None
+            WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None,
+            exact_window=self.options.effective_batch_size is not None,
+            stated=self.options.weigh_by != "auto" or self.options.split is not None,
         )
         self.runner.values.look = ValueLooks(self.trials) if self.loop.world_size == 1 else None
         if self.loop.world_size > 1:

@@ -36,24 +36,26 @@ def uneven(count: int = 80, longest: int = 48) -> DataLoader:
     return DataLoader(rows, batch_size=8, collate_fn=padded)  # pyright: ignore[reportArgumentType]
 
 
+LATEST: list[tuple[int, ...]] = []  # no state of a module or callback, which micro-batches would change each
+
+
 class Parts(Callback):
     """The shapes of what training ran; trials run no hooks."""
 
     sees_micro_batches = True
-    latest: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self.shapes.append(Parts.latest)
+        self.shapes.append(LATEST[-1])
 
 
 class Causal(TokenTagger):
     """A recurrent layer never sees what comes later, so padding on the right changes nothing before it."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        Parts.latest = tuple(batch["x"].shape)
+        LATEST.append(tuple(batch["x"].shape))
         return super().training_step(batch, batch_idx)
 
 

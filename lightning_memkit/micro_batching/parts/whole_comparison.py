@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
@@ -19,8 +20,9 @@ from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError
 from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
 # Relative, by the loss's dtype: forwards of other shapes round otherwise, on a GPU in TF32.
-_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-_ROUNDED_IN_FEW_BITS = 4e-3  # where the model computes in bfloat16 or float16, and the loss in float32
+_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
+# The same where the model, or its loss, computes in few bits: of eight rows; of more it averages out, to the second.
+_ROUNDED_IN_FEW_BITS = 2e-2, 4e-3
 _UNEXPLAINED = (
     8  # batches that are compared if the loss's graph does not show its divisors: one may agree by chance
 )
@@ -45,13 +47,18 @@ class WholeComparison:
 
     Args:
         looks: runs the forwards; None compares nothing.
+        exact_window: batches of an accumulation window are weighed by what they count: a batch's loss is known only
+            where it is a window.
+        stated: the user says how batches are split or weighed, which is not doubted.
 
     Attributes:
         due: the batch at hand was probed.
     """
 
-    def __init__(self, looks: LooksAtWhole | None) -> None:
-        self.looks = looks
+    def __init__(
+        self, looks: LooksAtWhole | None, *, exact_window: bool = False, stated: bool = False
+    ) -> None:
+        self.looks, self._exact_window, self._stated = looks, exact_window, stated
         self.due = False
         self._batches = 0
 
@@ -65,6 +72,8 @@ class WholeComparison:
             return
         if len(attempt.losses) < len(attempt.parts_logged):
             return  # `check_skipped` compares these
+        if self._stated or (self._exact_window and not (step.starts_window and step.ends_window)):
+            return
         self._batches += 1
         early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
         if not (self.due or early or is_revised_after(self._batches)):
@@ -102,12 +111,22 @@ def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
 
 
 def _compare(step: Step, whole: Tensor, ours: Tensor, losses: Sequence[Tensor]) -> None:
-    allowed = _ROUNDED.get(whole.dtype, 2e-2)
-    if step.run.precision not in ("32-true", "64-true"):
-        allowed = max(allowed, _ROUNDED_IN_FEW_BITS)
+    allowed = _allowed(step, whole)
     numbers = torch.stack([whole.double().reshape(()), ours.double().reshape(()).to(whole.device)])
     theirs, own = numbers.tolist()
     size = max(abs(theirs), abs(own))
     if abs(theirs - own) > allowed * size and size < float("inf"):  # False for nan
         shown = f"a loss of {theirs:.6g} for the whole batch, and of {own:.6g} for its micro-batches"
         raise ManyRowsError(shown, abs(theirs - own) / size)
+
+
+def _allowed(step: Step, whole: Tensor) -> float:
+    """The relative difference that rounding explains."""
+    weights = {parameter.dtype for parameter in step.run.module.parameters() if parameter.is_floating_point()}
+    exact = step.run.precision in ("32-true", "64-true") and weights <= _ROUNDED.keys()
+    if exact and whole.dtype in _ROUNDED:
+        return _ROUNDED[whole.dtype]
+    most, least = _ROUNDED_IN_FEW_BITS
+    if bool(whole == whole.bfloat16()):
+        return most  # the loss itself was rounded
+    return max(least, most * (8 / max(batch_size(step.batch), 8)) ** 0.5)

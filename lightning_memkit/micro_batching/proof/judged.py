@@ -16,7 +16,7 @@ from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, Ro
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.run import Step
 
-_UNREPEATED = 1e-3  # the relative difference of two runs of the same rows that no rounding explains
+UNREPEATED = 1e-3  # the relative difference of two runs of the same rows that no rounding explains
 
 
 def counts_by_way(probed: Rows, outcome: ComparisonOutcome) -> dict[str, list[float]]:
@@ -61,16 +61,19 @@ def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
     return verdicts.missed(outcome.whole.gradient, gradients, outcome.present_shares, outcome.miss)
 
 
-def is_random(outcome: ComparisonOutcome, *, is_exact: bool) -> bool:
-    """Whether a step draws numbers that can't be the same in the whole and in its micro-batches.
-
-    Draws from Python's and NumPy's generators can be, if all leave the same states. A whole that differs from itself
-    by more than rounding draws from a generator that trials don't know.
-    """
+def draws_unequally(outcome: ComparisonOutcome) -> bool:
+    """Whether the whole and its micro-batches leave unlike states of Python's and NumPy's generators."""
     runs = [part for part in outcome.parts if part is not None]
-    unequal = any(not alike(part.drawn, outcome.whole.drawn) for part in runs)
-    # Gradients that bend differ from those of a scaled loss without being random.
-    return unequal or (is_exact and not outcome.bends and outcome.comparison.level > _UNREPEATED)
+    return any(not alike(part.drawn, outcome.whole.drawn) for part in runs)
+
+
+def may_be_unrepeatable(outcome: ComparisonOutcome, *, is_exact: bool) -> bool:
+    """Whether the whole may draw from a generator that trials don't know.
+
+    It differs from the run whose loss is scaled by more than rounding in float32. Weights in bfloat16 and an autocast
+    of the step's own round that much, too: another run tells. Gradients that bend differ without being random.
+    """
+    return is_exact and not outcome.bends and outcome.comparison.level > UNREPEATED
 
 
 def candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:

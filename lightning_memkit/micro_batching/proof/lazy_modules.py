@@ -26,6 +26,7 @@ def materialized(step: Step, trials: Trials) -> Iterator[None]:
     try:
         with step.run.logging_held(), step.run.loggers_silent(), rollback.watching():
             step.forward(step.run.transfer(some))
+            trials.watch.known |= rollback.touched()  # the first step does so again, after the trials
         rollback.restore(but=lazy)
         yield
     finally:

@@ -1,7 +1,6 @@
 """Compare some rows of a batch, run whole and in micro-batches: do gradients and the loss's terms add up?"""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -25,7 +24,8 @@ from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.by_terms import COARSE, TermComparison, counts_of
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
-from lightning_memkit.micro_batching.proof.judged import is_random
+from lightning_memkit.micro_batching.proof.judged import UNREPEATED, draws_unequally, may_be_unrepeatable
+from lightning_memkit.micro_batching.proof.other_rules import against, by_whole
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
     NothingCountsError,
@@ -34,7 +34,6 @@ from lightning_memkit.micro_batching.proof.row_runs import (
 )
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
-from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 from lightning_memkit.utilities.generators import another_seed
 
 # Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
@@ -89,7 +88,7 @@ class RowTrials:
         if any_rank(self._runs.step.run, rules == NOTHING_COUNTS):
             raise NothingCountsError
         if any_rank(self._runs.step.run, is_less):
-            return _against(terms, known)
+            return against(terms, known)
         rules = self._of_all_ranks(rules)
         if isinstance(rules, LossRules):
             outcome = terms.compare(rules)
@@ -97,7 +96,7 @@ class RowTrials:
             if kept and self._runs.step.run.world_size == 1:
                 outcome = terms.compare(rules.looking_up(kept)) or outcome
             elif kept:
-                outcome = _by_whole(terms, rules, kept) or outcome
+                outcome = by_whole(terms, rules, kept) or outcome
         if outcome is None:
             outcome = self._by_ways(ways, whole, parts, comparison)
             outcome.why = whole.terms.curved or self._why_not(rules, comparison)
@@ -110,8 +109,12 @@ class RowTrials:
 
     def _judge_draws(self, outcome: ComparisonOutcome) -> None:
         """Let the comparison fail if its draws can't be the same in the whole and in its micro-batches."""
-        run = self._runs.step.run
-        if any_rank(run, is_random(outcome, is_exact=self._runs.is_exact)):
+        run, is_exact = self._runs.step.run, self._runs.is_exact
+        is_random = draws_unequally(outcome)
+        if any_rank(run, may_be_unrepeatable(outcome, is_exact=is_exact)):
+            first, again = outcome.whole.gradient, self._runs.whole().gradient
+            is_random = is_random or bool((again - first).norm() > UNREPEATED * first.norm())
+        if any_rank(run, is_random):
             outcome.is_random = True
             outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         elif any_rank(run, outcome.whole.drawn is not None):
@@ -271,30 +274,3 @@ class RowTrials:
     def _weights(self, way: WeighBy | Weigher) -> list[float]:
         count = weigher(way, self._runs.rows.whole)
         return normalized([float(count(part)) for part in self._runs.rows.parts], summed=way == "sum")
-
-
-def _against(terms: TermComparison, known: LossRules | None) -> ComparisonOutcome:
-    """Compare by rules from other rows, and return a failure: these rows may act on each other.
-
-    Raises:
-        NothingCountsError: the comparison does not fail: these rows only show less than is known.
-    """
-    outcome = None
-    with suppress(UnforeseenLossError):
-        if known is not None:
-            outcome = terms.compare(known, of_whole=True)
-    if outcome is None or outcome.miss.excess <= 1:
-        raise NothingCountsError
-    return outcome
-
-
-def _by_whole(terms: TermComparison, rules: LossRules, kept: Sequence[int]) -> ComparisonOutcome | None:
-    """Compare by the whole's divisors, if micro-batches have clamped ones; None if that fails, too.
-
-    For several ranks, on which the counts of these terms are looked up in every batch (`LoneCounts`).
-    """
-    outcome = terms.compare(rules, of_whole=True)
-    if outcome is None or outcome.miss.excess > 1:
-        return None
-    outcome.kept = frozenset(kept)
-    return outcome

@@ -94,7 +94,9 @@ class Trials:
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
         # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
         # their bytes twice. The step, a hook, or an optimizer with an own way to its closure may read them before.
-        reads = bool(self.read or self._run.hooks_before_zero_grad()) or uses_closure_its_own_way(step.optimizer)
+        reads = bool(self.read or self._run.hooks_before_zero_grad()) or uses_closure_its_own_way(
+            step.optimizer
+        )
         zeroed = step.starts_window and not after_backward and not reads
         leaves = self._leaves = rollback.leaves()
         with set_aside(leaves, outliving(step, leaves) if zeroed else leaves):
