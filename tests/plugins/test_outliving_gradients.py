@@ -169,7 +169,7 @@ class Norms(Callback):
     def __init__(self) -> None:
         self.norms: list[float | None] = []
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         gradient = pl_module.net[0].weight.grad
         self.norms.append(None if gradient is None else float(gradient.norm()))
 

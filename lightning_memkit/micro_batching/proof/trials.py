@@ -94,9 +94,8 @@ class Trials:
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
         # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
         # their bytes twice. The step, a hook, or an optimizer with an own way to its closure may read them before.
-        reads = bool(self.read or self._run.hooks_before_zero_grad()) or uses_closure_its_own_way(
-            step.optimizer
-        )
+        hooks = self._run.hooks_before_zero_grad()
+        reads = bool(self.read or hooks) or uses_closure_its_own_way(step.optimizer)
         zeroed = step.starts_window and not after_backward and not reads
         leaves = self._leaves = rollback.leaves()
         with set_aside(leaves, outliving(step, leaves) if zeroed else leaves):
@@ -172,8 +171,7 @@ class Trials:
         with self.no_trace(step, batch, seen=True):
             try:
                 self.run(step, batch, self._limit(step), look)
-            except Exception as error:  # a single row need not run; several rows are tried elsewhere
-                self._run.debug(f"MemoryBudget can't try a row by itself: {error!r}")
+            except Exception:  # a single row need not run; several rows are tried elsewhere
                 return None
         return losses[0] if losses else None
 
