@@ -23,7 +23,7 @@ from benchmarks._exactness_models import (
     Trained,
     at_least_float32,
 )
-from benchmarks._exactness_states import Classifier
+from benchmarks._exactness_states import ADAPTERLESS, Classifier
 from benchmarks._exactness_steps import CASES, LABELLED, Regression, case, each, from_loss, masked
 
 __all__ = ["CASES"]  # those of all files
@@ -103,7 +103,7 @@ class expert_of_limited_capacity(Classifier):  # noqa: N801
         return at_least_float32(3 * batch["x"][:, :CLASSES] * ~taken + self.net(batch["x"]) * taken)
 
 
-@case(ROWS_ACT, {"x": "late repeated ids", "y": "classes"})
+@case(ROWS_ACT, {"x": "late repeated ids", "y": "classes"}, dtypes=ADAPTERLESS)
 class repeated_ids(Classifier):  # noqa: N801
     """An embedding that divides gradients by how often an id stands in the batch."""
 
@@ -128,7 +128,7 @@ class counts_later(Classifier):  # noqa: N801
         return super().loss(batch) * 0.9**self.calls
 
 
-@case(STATE, LABELLED, named="teacher")
+@case(STATE, LABELLED, named="teacher", dtypes=ADAPTERLESS)  # a teacher with adapters would be trained
 class teacher_later(Classifier):  # noqa: N801
     """A teacher that follows after a warm-up."""
 

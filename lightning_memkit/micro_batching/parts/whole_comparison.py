@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
@@ -21,11 +22,11 @@ from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
 # Relative, by the loss's dtype: forwards of other shapes round otherwise, on a GPU in TF32.
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
-# The same where the model, or its loss, computes in few bits: of eight rows; of more it averages out, to the second.
-_ROUNDED_IN_FEW_BITS = 2e-2, 4e-3
-_UNEXPLAINED = (
-    8  # batches that are compared if the loss's graph does not show its divisors: one may agree by chance
-)
+# The same where the model computes in few bits: of eight rows; of more it averages out, to the second. And of a loss
+# that is rounded itself.
+_ROUNDED_IN_FEW_BITS, _ROUNDED_LOSS = (1e-2, 4e-3), 2e-2
+# Batches that are compared in any case, since one may agree by chance; and if the loss's graph shows no divisors.
+_FIRST, _UNEXPLAINED = 3, 8
 
 
 class LooksAtWhole(Protocol):
@@ -41,7 +42,7 @@ class LooksAtWhole(Protocol):
 
 
 class WholeComparison:
-    """Compares batches that were probed, and one after 8, 16, 32 ... of all: a forward of the whole batch each.
+    """Compares the first batches, those that were probed, and one after 8, 16, 32 ...: a forward of the whole each.
 
     Where the step draws random numbers, or normalizes with the batch's statistics, the micro-batches run again, too.
 
@@ -60,6 +61,7 @@ class WholeComparison:
     ) -> None:
         self.looks, self._exact_window, self._stated = looks, exact_window, stated
         self.due = False
+        self._head: Edges | None = None
         self._batches = 0
 
     def compare(self, step: Step, attempt: Attempt, partition: Partition) -> None:
@@ -75,10 +77,13 @@ class WholeComparison:
         if self._stated or (self._exact_window and not (step.starts_window and step.ends_window)):
             return
         self._batches += 1
-        early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
-        if not (self.due or early or is_revised_after(self._batches)):
+        early = self._batches <= (_UNEXPLAINED if partition.combination.rules is None else _FIRST)
+        head = (
+            partition.combination.head
+        )  # it grows where a later batch's loss is computed by other functions
+        if not (self.due or early or head != self._head or is_revised_after(self._batches)):
             return
-        self.due = False
+        self.due, self._head = False, head
         whole = self.looks(step, partition)
         if whole is None or whole.loss is None:
             return
@@ -128,5 +133,5 @@ def _allowed(step: Step, whole: Tensor) -> float:
         return _ROUNDED[whole.dtype]
     most, least = _ROUNDED_IN_FEW_BITS
     if bool(whole == whole.bfloat16()):
-        return most  # the loss itself was rounded
+        return _ROUNDED_LOSS
     return max(least, most * (8 / max(batch_size(step.batch), 8)) ** 0.5)
