@@ -100,7 +100,7 @@ class expert_of_limited_capacity(Classifier):  # noqa: N801
     def logits(self, batch: Any) -> Tensor:
         """Rows beyond the expert's capacity keep their features, which are large beside its outputs."""
         taken = (torch.arange(len(batch["x"])) < MANY)[:, None]
-        return at_least_float32(3 * batch["x"][:, :CLASSES] * ~taken + self.net(batch["x"]) * taken)
+        return at_least_float32(6 * batch["x"][:, :CLASSES] * ~taken + self.net(batch["x"]) * taken)
 
 
 @case(ROWS_ACT, {"x": "late repeated ids", "y": "classes"}, dtypes=ADAPTERLESS)

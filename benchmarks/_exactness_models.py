@@ -24,6 +24,7 @@ LATE = 4  # the first batch, and step, of what changes late: after those whose l
 seen: list[
     int
 ] = []  # rows of each call of training_step: kept here, since a module's own list would be its state
+with_backward: list[int] = []  # the rows of those of them whose loss was differentiated, outside of trials
 
 
 def at_least_float32(value: Tensor) -> Tensor:

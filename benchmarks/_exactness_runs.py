@@ -47,7 +47,7 @@ class Trace:
         outputs: what callbacks saw of each training_step.
         logged: what was logged after each batch, and at the ends of epochs.
         state: buffers and plain attributes at the end.
-        split_at: the batches, over all epochs, whose last forward saw fewer rows than the loader gave.
+        split_at: the batches, over all epochs, whose last forward with a backward saw fewer rows than the loader gave.
         error: what ended the run.
         ours: whether memkit raised it as its own.
         at_step: the batch, over all epochs, at which it was raised.
@@ -70,6 +70,8 @@ class Trace:
 class Recorder(Callback):
     """Notes a run into a trace; reads only."""
 
+    sees_micro_batches = True
+
     def __init__(self, trace: Trace) -> None:
         self.trace, self._rows = trace, 0
 
@@ -80,6 +82,7 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         """The rows that the loader gave."""
         models.seen.clear()
+        models.with_backward.clear()
         self._rows = rows_of(batch)
 
     def on_before_optimizer_step(
@@ -94,11 +97,16 @@ class Recorder(Callback):
             }
         )
 
+    def on_before_backward(self, *_: Any) -> None:
+        """The rows of a forward that is no trial's."""
+        models.with_backward.append(models.seen[-1])
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Weights, outputs, logged values."""
         trace = self.trace
-        # Trials come before the step's own forwards: the last forward is one of these.
-        if models.seen and models.seen[-1] < self._rows:
+        # Trials come before the step's own forwards, and may come after them; they run no hooks.
+        rows = models.with_backward or models.seen[-1:]
+        if rows and rows[-1] < self._rows:
             trace.split_at.append(trace.at_step)
         trace.weights.append(parameters_of(pl_module))
         trace.outputs.append(flattened(outputs))

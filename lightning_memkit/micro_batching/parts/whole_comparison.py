@@ -22,9 +22,8 @@ from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
 # Relative, by the loss's dtype: forwards of other shapes round otherwise, on a GPU in TF32.
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
-# The same where the model computes in few bits: of eight rows; of more it averages out, to the second. And of a loss
-# that is rounded itself.
-_ROUNDED_IN_FEW_BITS, _ROUNDED_LOSS = (1e-2, 4e-3), 2e-2
+# The same where the model, or its loss, computes in few bits: of eight rows; of more it averages out, to the second.
+_ROUNDED_IN_FEW_BITS = 2e-2, 4e-3
 # Batches that are compared in any case, since one may agree by chance; and if the loss's graph shows no divisors.
 _FIRST, _UNEXPLAINED = 3, 8
 
@@ -133,5 +132,5 @@ def _allowed(step: Step, whole: Tensor) -> float:
         return _ROUNDED[whole.dtype]
     most, least = _ROUNDED_IN_FEW_BITS
     if bool(whole == whole.bfloat16()):
-        return _ROUNDED_LOSS
+        return most  # the loss itself was rounded
     return max(least, most * (8 / max(batch_size(step.batch), 8)) ** 0.5)
