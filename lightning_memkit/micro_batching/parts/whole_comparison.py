@@ -5,6 +5,7 @@ whose gradients are compared.
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -24,8 +25,7 @@ from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
 # The same where the model, or its loss, computes in few bits: of eight rows; of more it averages out, to the second.
 _ROUNDED_IN_FEW_BITS = 2e-2, 4e-3
-# Batches that are compared in any case, since one may agree by chance; and if the loss's graph shows no divisors.
-_FIRST, _UNEXPLAINED = 3, 8
+_UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divisors: one may agree by chance
 
 
 class LooksAtWhole(Protocol):
@@ -41,7 +41,7 @@ class LooksAtWhole(Protocol):
 
 
 class WholeComparison:
-    """Compares the first batches, those that were probed, and one after 8, 16, 32 ...: a forward of the whole each.
+    """Compares batches that were probed, and one after 8, 16, 32 ... of all: a forward of the whole batch each.
 
     Where the step draws random numbers, or normalizes with the batch's statistics, the micro-batches run again, too.
 
@@ -53,13 +53,14 @@ class WholeComparison:
 
     Attributes:
         due: the batch at hand was probed.
+        seconds: the time that comparisons have taken.
     """
 
     def __init__(
         self, looks: LooksAtWhole | None, *, exact_window: bool = False, stated: bool = False
     ) -> None:
         self.looks, self._exact_window, self._stated = looks, exact_window, stated
-        self.due = False
+        self.due, self.seconds = False, 0.0
         self._head: Edges | None = None
         self._batches = 0
 
@@ -76,14 +77,18 @@ class WholeComparison:
         if self._stated or (self._exact_window and not (step.starts_window and step.ends_window)):
             return
         self._batches += 1
-        early = self._batches <= (_UNEXPLAINED if partition.combination.rules is None else _FIRST)
-        head = (
-            partition.combination.head
-        )  # it grows where a later batch's loss is computed by other functions
+        early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
+        head = partition.combination.head  # it grows where a later batch's loss has other functions
         if not (self.due or early or head != self._head or is_revised_after(self._batches)):
             return
-        self.due, self._head = False, head
-        whole = self.looks(step, partition)
+        self.due, self._head, started = False, head, perf_counter()
+        try:
+            self._compare(step, attempt, partition, self.looks)
+        finally:
+            self.seconds += perf_counter() - started
+
+    def _compare(self, step: Step, attempt: Attempt, partition: Partition, looks: LooksAtWhole) -> None:
+        whole = looks(step, partition)
         if whole is None or whole.loss is None:
             return
         if whole.drew or with_batch_statistics(step.run.module):

@@ -77,6 +77,11 @@ class SizeTuning:
     def _is_over(self) -> bool:
         return self.fastest.settled is not None
 
+    @property
+    def _aside(self) -> float:
+        """The time that comparisons have taken within steps: it belongs to no size."""
+        return self._runner.values.seconds + self._runner.whole.seconds
+
     def keep_whole(self) -> bool:
         """End the tuning with whole batches, as the loss can't be split after all; False where they don't fit."""
         if self.fits_whole:
@@ -93,10 +98,10 @@ class SizeTuning:
             yield
             return
         _synchronize(step.run)
-        started, aside = perf_counter(), self._runner.values.seconds
+        started, aside = perf_counter(), self._aside
         yield
         _synchronize(step.run)
-        self._seconds += perf_counter() - started - (self._runner.values.seconds - aside)
+        self._seconds += perf_counter() - started - (self._aside - aside)
         self._elements += sum(tensor.numel() for tensor in tensors_of(step.batch))
         if step.ends_window:
             self._observe(step)
