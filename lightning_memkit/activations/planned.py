@@ -112,12 +112,11 @@ class BudgetPlan:
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if not is_plain(tensor):
-                return tensor
-            storage = tensor.untyped_storage()
-            if storage._cdata not in inputs:
-                saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            return tensor
+            if is_plain(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs:
+                    saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            return tensor.detach()  # itself it would be a cycle, if its node saves it: freed by a backward only
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = plain(*args, **kwargs)

@@ -1,6 +1,7 @@
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
 import copy
+import gc
 import pickle
 import random
 import weakref
@@ -8,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -149,6 +151,23 @@ def test_a_budget_below_the_least_is_said_and_the_least_is_kept():
     model(ids()).sum().backward()
     with pytest.warns(UserWarning, match=r"can't be met: .* a loss without logits, saves more"):
         model(ids()).sum().backward()
+
+
+def test_a_forward_without_a_backward_leaves_nothing_in_memory():
+    """The first one, which counts what is saved outside of the blocks: tanh saves its own result."""
+    kept = []
+
+    class Squashed(Stack):
+        def forward(self, batch):
+            result = super().forward(batch).tanh()
+            kept.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    model = Squashed().train()
+    checkpoint_modules(model, "budget:0.5")
+    model(ids())
+    gc.collect()
+    assert [one.expired() for one in kept] == [True]
 
 
 def test_a_budget_in_bytes_holds_for_larger_batches():

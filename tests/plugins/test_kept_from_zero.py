@@ -1,5 +1,6 @@
 """Losses divided by a count that is kept from zero, and not zero where none is counted: detectors' normalisation."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -263,6 +265,18 @@ def test_a_graph_of_shapes_shows_its_divisor_and_holds_no_large_tensor() -> None
     exponential = division.next_functions[0][0].next_functions[0][0]
     assert exponential._saved_result.device.type == "meta"
     assert exponential._saved_result.shape == x.shape
+
+
+def test_a_graph_of_shapes_goes_with_its_loss() -> None:
+    """Nothing runs backward, which would free what the nodes hold: tanh saves its own result."""
+    x = torch.randn(4, requires_grad=True)
+    with saving_shapes_only():
+        hidden = x.tanh()
+        loss = hidden.sum()
+    storage = StorageWeakRef(hidden.untyped_storage())
+    del hidden, loss
+    gc.collect()
+    assert storage.expired()
 
 
 def part(*labels: int) -> dict[str, Tensor]:

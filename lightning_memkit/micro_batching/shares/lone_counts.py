@@ -199,7 +199,7 @@ def saving_shapes_only() -> Iterator[None]:
 
     def pack(tensor: Tensor) -> Any:
         if tensor.numel() <= _MOST_SAVED or tensor.layout is not torch.strided:
-            return tensor
+            return tensor.detach()  # the tensor itself may be its node's output: a cycle that nothing frees
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
     with saved_tensors_hooks(pack, as_saved):
