@@ -116,7 +116,9 @@ class BudgetPlan:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in inputs:
                     saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            return tensor.detach()  # itself it would be a cycle, if its node saves it: freed by a backward only
+            return (
+                tensor.detach()
+            )  # itself it would be a cycle, if its node saves it: freed by a backward only
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = plain(*args, **kwargs)

@@ -99,3 +99,24 @@ def test_a_whole_batch_that_does_not_fit_is_passed_over() -> None:
 
     net = fit(full, 16)
     torch.testing.assert_close(weights(net), weights(fit(plain, None)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_loss_whose_rows_cancel_is_split(dtype: Any, shuffled: bool) -> None:
+    """Advantages whose mean is zero, as those of GRPO's first step: what is left of the loss is rounding."""
+
+    def signed(net: Net, x: Tensor, sign: Tensor) -> Tensor:
+        return (net.net(x)[:, 0] * sign).mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(2 * ROWS, 6, dtype=dtype).repeat_interleave(2, 0)
+    sign = torch.tensor([1.0, -1.0], dtype=dtype).repeat(2 * ROWS)
+    if shuffled:
+        order = torch.cat([torch.randperm(ROWS) + first for first in range(0, 4 * ROWS, ROWS)])
+        x, sign = x[order], sign[order]
+    FORWARDS.clear()
+    data = DataLoader(TensorDataset(x, sign), ROWS)
+    budget = MemoryBudget("1GiB", micro_batch_size=16)
+    trainer(budget, max_epochs=1, max_steps=-1).fit(Net(signed).to(dtype), data)
+    assert FORWARDS[-3:] == [16, 16, 16]

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun
-from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
 
@@ -29,15 +29,19 @@ class WholeLook:
     drew: bool = False
 
 
-class LookAtWhole(Protocol):
-    """Runs the whole batch without a trace and without a backward."""
+class LooksAtWhole(Protocol):
+    """Runs the whole batch, and its micro-batches, without a trace and without a backward."""
 
     def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
-        """What it has shown; None if it does not fit, or fails."""
+        """What the whole batch has shown; None if it does not fit, or fails."""
+        ...
+
+    def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:
+        """The losses of the batch and of each micro-batch, with the same random numbers; None if that fails."""
         ...
 
 
-def check_skipped(batch: BatchRun, attempt: Attempt, partition: Partition, look: LookAtWhole | None) -> bool:
+def check_skipped(batch: BatchRun, attempt: Attempt, partition: Partition, look: LooksAtWhole | None) -> bool:
     """Check that the micro-batches with a loss are what the whole batch's loss is of; False if that is unknown.
 
     A micro-batch without a labelled row counts nothing: then no look at the whole batch is needed where labels

@@ -6,7 +6,6 @@ whose gradients are compared.
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,30 +13,21 @@ from torch import Tensor
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition
-from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
+from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.skipped_parts import LooksAtWhole
 from lightning_memkit.micro_batching.proof.novelty import is_revised_after
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError
 from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
-# Relative, by the loss's dtype: forwards of other shapes round otherwise, on a GPU in TF32.
+# Of the loss, by its dtype: forwards of other shapes round otherwise, on a GPU in TF32.
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
 # The same where the model, or its loss, computes in few bits: of eight rows; of more it averages out, to the second.
 _ROUNDED_IN_FEW_BITS = 2e-2, 4e-3
+# Besides: a loss whose rows cancel (advantages whose mean is zero) is all rounding.
+_CANCELLED = {torch.float64: 1e-9, torch.float32: 1e-5}
+_CANCELLED_IN_FEW_BITS = 1e-2
 _UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divisors: one may agree by chance
-
-
-class LooksAtWhole(Protocol):
-    """Runs the whole batch, and its micro-batches, without a trace and without a backward."""
-
-    def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
-        """What the whole batch has shown; None if it does not fit, or fails."""
-        ...
-
-    def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:
-        """The losses of the batch and of each micro-batch, with the same random numbers; None if that fails."""
-        ...
 
 
 class WholeComparison:
@@ -96,7 +86,7 @@ class WholeComparison:
         elif not partition.unlike or put_together(attempt) is not None:
             ours = loss_of(attempt, partition)
             if ours is not None and _rest_is_known(attempt, partition):
-                _compare(step, whole.loss, ours, attempt.losses)
+                _refuse_if_unlike(step, whole.loss, ours, _weighed(attempt.losses, attempt, partition))
 
     def _compare_with_equal_draws(self, step: Step, attempt: Attempt, partition: Partition) -> None:
         # Rows out of order would get the numbers of others; terms that weigh unlike are known of the step's own only.
@@ -108,9 +98,14 @@ class WholeComparison:
         if losses is None:
             return
         whole, *parts = losses
-        shares = shares_of(attempt, partition)
-        ours = torch.stack([part.double() * share for part, share in zip(parts, shares, strict=True)]).sum()
-        _compare(step, whole, ours, parts)
+        summands = _weighed(parts, attempt, partition)
+        _refuse_if_unlike(step, whole, torch.stack(summands).sum(), summands)
+
+
+def _weighed(losses: Sequence[Tensor], attempt: Attempt, partition: Partition) -> list[Tensor]:
+    """The losses of micro-batches, each times its weight in the batch's."""
+    shares = shares_of(attempt, partition)
+    return [loss.double().reshape(()) * share for loss, share in zip(losses, shares, strict=True)]
 
 
 def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
@@ -119,23 +114,24 @@ def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
     return rests is None or not rests.untold and (not rests.seen or put_together(attempt) is not None)
 
 
-def _compare(step: Step, whole: Tensor, ours: Tensor, losses: Sequence[Tensor]) -> None:
-    allowed = _allowed(step, whole)
-    numbers = torch.stack([whole.double().reshape(()), ours.double().reshape(()).to(whole.device)])
-    theirs, own = numbers.tolist()
-    size = max(abs(theirs), abs(own))
-    if abs(theirs - own) > allowed * size and size < float("inf"):  # False for nan
+def _refuse_if_unlike(step: Step, whole: Tensor, ours: Tensor, summands: Sequence[Tensor]) -> None:
+    """Compare two losses of a batch; the second is the sum of the `summands`, which may cancel."""
+    losses = torch.stack([one.double().reshape(()).to(whole.device) for one in (whole, ours, *summands)])
+    theirs, own, *others = losses.tolist()
+    size = max(abs(theirs), abs(own), sum(map(abs, others)))
+    relative, absolute = _allowed(step, whole)
+    if abs(theirs - own) > relative * size + absolute and size < float("inf"):  # False for nan
         shown = f"a loss of {theirs:.6g} for the whole batch, and of {own:.6g} for its micro-batches"
         raise ManyRowsError(shown, abs(theirs - own) / size)
 
 
-def _allowed(step: Step, whole: Tensor) -> float:
-    """The relative difference that rounding explains."""
+def _allowed(step: Step, whole: Tensor) -> tuple[float, float]:
+    """The difference that rounding explains: relative to the loss, and besides."""
     weights = {parameter.dtype for parameter in step.run.module.parameters() if parameter.is_floating_point()}
     exact = step.run.precision in ("32-true", "64-true") and weights <= _ROUNDED.keys()
     if exact and whole.dtype in _ROUNDED:
-        return _ROUNDED[whole.dtype]
+        return _ROUNDED[whole.dtype], _CANCELLED[whole.dtype]
     most, least = _ROUNDED_IN_FEW_BITS
-    if bool(whole == whole.bfloat16()):
-        return most  # the loss itself was rounded
-    return max(least, most * (8 / max(batch_size(step.batch), 8)) ** 0.5)
+    if bool(whole == whole.bfloat16()):  # the loss itself was rounded
+        return most, _CANCELLED_IN_FEW_BITS
+    return max(least, most * (8 / max(batch_size(step.batch), 8)) ** 0.5), _CANCELLED_IN_FEW_BITS
