@@ -21,10 +21,10 @@ STATE = "state"  # the step changes something that several micro-batches would c
 
 LATE = 4  # the first batch, and step, of what changes late: after those whose loss is compared in any case
 
-seen: list[
-    int
-] = []  # rows of each call of training_step: kept here, since a module's own list would be its state
-with_backward: list[int] = []  # the rows of those of them whose loss was differentiated, outside of trials
+# The rows of each call of training_step, and of those of them whose loss was differentiated outside of trials: kept
+# here, since a module's own list would be its state.
+seen: list[int] = []
+with_backward: list[int] = []
 
 
 def at_least_float32(value: Tensor) -> Tensor:

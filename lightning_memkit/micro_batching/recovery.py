@@ -17,9 +17,8 @@ from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 
 _CALM_STEPS = 32  # without an OOM, before a larger size is tried again; twice as many after each failure
-_MOST_REPEATS = (
-    6  # of a batch whose loss was not as proven: its functions, its totals, its terms, or several of these
-)
+# Of a batch whose loss was not as proven: its functions, its totals, its terms, or several of these.
+_MOST_REPEATS = 6
 
 
 class Resized(Protocol):

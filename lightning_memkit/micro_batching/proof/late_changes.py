@@ -44,9 +44,8 @@ def look_again(
     watch.accept(error.names)
     verdict = weighing.verdict
     if refused and verdict is not None and error.names and not any(n in verdict.cause for n in error.names):
-        _refuse(
-            weighing, error.names
-        )  # a queue that is full after one step hands values on, which has no name
+        # A queue that is full after one step is no change of the next: it hands values on, which have no name.
+        _refuse(weighing, error.names)
     if refused or not any_rank(run, bool(unseen)):
         return
     hooks = run.hooks_by_micro_batch()

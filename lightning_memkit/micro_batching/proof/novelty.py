@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.splitting import IGNORED_LABEL, named_tensors
 
-_MOST_VALUES = (
-    64  # distinct values of a tensor of labels, lengths or weights; one with more holds ids or inputs
-)
+# Distinct values of a tensor of labels, lengths or weights; one with more holds ids or inputs.
+_MOST_VALUES = 64
 _SEVERAL = 8  # values after which one more is a further class, and no first positive
 _LARGEST = 2**16  # elements of a tensor that is searched in every batch
 

@@ -44,10 +44,8 @@ from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
 # A pair's miss below this may be noise that two rows of a deep net are too few to measure.
 _ROUNDED_PAIR = 0.01
-_PROBED_SAMPLES = (
-    5,
-    2,
-)  # rows to compare before a size is known; the second number if the first runs out of memory
+# Rows to compare before a size is known; the second number if the first runs out of memory.
+_PROBED_SAMPLES = 5, 2
 _MOST_SAMPLES = 32  # rows to compare once a size is known
 # Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3

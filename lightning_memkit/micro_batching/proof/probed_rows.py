@@ -29,9 +29,8 @@ from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
 from lightning_memkit.micro_batching.splitting import named_tensors
 
-EQUAL_IDS = (
-    -1
-)  # and below: instead of a number of probes, a row between two that are equal in a column of integers
+# And below: instead of a number of probes, a row between two that are equal in a column of integers.
+EQUAL_IDS = -1
 # Numbers of rows and of probes: pairs that are unlike in the first tensors that differ between rows.
 _UNLIKE_PAIRS = ((2, 1), (2, 3), (2, 5))
 _MOST_EQUAL = 3  # columns whose equal rows are compared
@@ -140,7 +139,8 @@ def few_rows(batch: Any) -> list[tuple[int, int]]:
     """The few rows that may show what drowns among more: their numbers, and the places for `probed_rows`."""
     equal = 0
     for _, tensor in named_tensors(batch, ""):
-        if tensor.ndim and not tensor.is_floating_point() and tensor.numel() == len(tensor):
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        if tensor.ndim and is_integer and tensor.numel() == len(tensor):
             equal += 1 < len(tensor.unique()) < len(tensor)
     return [*_UNLIKE_PAIRS, *((3, EQUAL_IDS - place) for place in range(min(equal, _MOST_EQUAL)))]
 
