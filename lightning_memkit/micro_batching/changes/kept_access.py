@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes.alike import alike
-from lightning_memkit.micro_batching.changes.kept_state import Kept
+from lightning_memkit.micro_batching.changes.kept_state import Kept, Unreported
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
 from lightning_memkit.utilities.generators import Generators
@@ -98,28 +98,17 @@ class KeptAccess(Kept):
             warnings.warn(words, stacklevel=2)
 
 
-class KeptCache(Kept):
+class KeptCache(Unreported):
     """Snapshot of a function's cache (`functools.lru_cache`); results that trials added are forgotten.
 
-    A result that a trial has drawn from random generators would otherwise be used without its draw.
+    A result that a trial has drawn from random generators would otherwise be used without its draw. A new result is no
+    change: the next micro-batch finds it, as the next batch does.
     """
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self._random = place, owner, Generators()
         self._misses, self._size = owner.cache_info().misses, owner.cache_info().currsize
         self._items = _table_of(owner)
-
-    @override
-    def changes(self) -> Iterator[StepChange]:
-        return iter(())  # the next micro-batch finds the result, as the next batch does
-
-    @override
-    def now(self, change: StepChange) -> Any:
-        return None
-
-    @override
-    def before(self, now: Any) -> Any:
-        return None
 
     @override
     def restore(self) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes.alike import alike
-from lightning_memkit.micro_batching.changes.kept_state import Kept
+from lightning_memkit.micro_batching.changes.kept_state import Kept, Unreported
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepChange
 from lightning_memkit.utilities.class_attributes import class_attributes, restore_class_attributes
@@ -55,23 +55,11 @@ class KeptClassAttributes(Kept):
         restore_class_attributes(self._owner, self.items)
 
 
-class KeptClass(Kept):
+class KeptClass(Unreported):
     """Snapshot of a module's class, which a lazy module changes in its first forward."""
 
     def __init__(self, place: Place, owner: nn.Module) -> None:
         self.place, self._owner, self._kind = place, owner, type(owner)
-
-    @override
-    def changes(self) -> Iterator[StepChange]:
-        return iter(())
-
-    @override
-    def now(self, change: StepChange) -> Any:
-        return type(self._owner)
-
-    @override
-    def before(self, now: Any) -> Any:
-        return None
 
     @override
     def restore(self) -> None:

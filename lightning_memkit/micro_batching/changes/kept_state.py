@@ -44,6 +44,22 @@ class Kept(Protocol):
         ...
 
 
+class Unreported(Kept):
+    """A snapshot that is restored, and whose changes count as none."""
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        return iter(())
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return None
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+
 class KeptDict(Kept):
     """Snapshot of a dictionary's items, by reference: of an object's attributes, or of a plain dictionary.
 
@@ -146,7 +162,7 @@ def _set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
         base.__setitem__(owner, key, value)
 
 
-class KeptHooks(Kept):
+class KeptHooks(Unreported):
     """Snapshot of tables of hooks; what a step adds or removes is undone, but not reported as a change.
 
     Args:
@@ -157,18 +173,6 @@ class KeptHooks(Kept):
     def __init__(self, place: Place, tables: Iterable[dict[Any, Any]]) -> None:
         self.place = place
         self._tables = [(table, dict(table) if table else {}) for table in tables]
-
-    @override
-    def changes(self) -> Iterator[StepChange]:
-        return iter(())
-
-    @override
-    def now(self, change: StepChange) -> Any:
-        return None
-
-    @override
-    def before(self, now: Any) -> Any:
-        return None
 
     @override
     def restore(self) -> None:
