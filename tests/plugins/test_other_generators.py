@@ -118,3 +118,61 @@ def test_a_generator_that_no_trial_can_know_runs_whole() -> None:
 def test_weigh_by_splits_and_says_that_each_micro_batch_draws() -> None:
     with pytest.warns(UserWarning, match="each micro-batch draws numbers of its own"):
         fitted(BY_ROWS["one a row"], MemoryBudget("1GiB", micro_batch_size=3, weigh_by="samples"))
+
+
+class Noisy(LightningModule):
+    """Adds noise to its rows that it draws from a generator of torch's of its own; counts the rows of each forward."""
+
+    def __init__(self, draw: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+        super().__init__()
+        self.net, self.draw = nn.Linear(6, 4), draw
+        self.own = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        ROWS.append(len(x))
+        return F.cross_entropy(self.net(x + self.draw(x, self.own)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+ROWS: list[int] = []
+
+
+def noisy(draw: Any, *callbacks: Any) -> Noisy:
+    torch.manual_seed(0)
+    module = Noisy(draw).double()
+    x, y = torch.randn(32, 6, dtype=torch.float64), torch.randint(0, 4, (32,))
+    data: Any = list(zip(x, y, strict=True))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*many workers.*")
+        trainer(*callbacks, max_epochs=1, max_steps=-1).fit(module, DataLoader(data, batch_size=8))
+    return module
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, own: torch.randn(x.shape, generator=own, dtype=x.dtype),
+        lambda x, own: torch.empty_like(x).normal_(generator=own),
+    ],
+)
+def test_noise_for_each_row_of_an_own_generator_of_torch_s_is_split(draw: Any) -> None:
+    module = noisy(draw, MemoryBudget("1GiB", micro_batch_size=3))
+    assert ROWS[-3:] == [3, 3, 2]
+    drawn = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        for rows in (3, 3, 2):  # trials and looks have drawn nothing
+            draw(torch.empty(rows, 6, dtype=torch.float64), drawn)
+    assert torch.equal(module.own.get_state(), drawn.get_state())
+
+
+def test_one_number_for_all_rows_of_an_own_generator_of_torch_s_runs_whole() -> None:
+    def draw(x: Tensor, own: torch.Generator) -> Tensor:
+        return torch.rand((), generator=own, dtype=x.dtype)
+
+    whole = noisy(draw)
+    with pytest.warns(UserWarning, match="runs batches whole, .* random numbers of its own"):
+        split = noisy(draw, MemoryBudget("1GiB", micro_batch_size=3))
+    assert torch.equal(weights(split), weights(whole))

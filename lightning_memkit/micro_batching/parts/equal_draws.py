@@ -11,11 +11,12 @@ import warnings
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.shares.foreseen import UnequalDrawsError, UnforeseenLossError
-from lightning_memkit.utilities.generators import set_state, state_of
+from lightning_memkit.utilities.generators import held_generators, set_state, state_of
 
 _OWN = (random.Random, np.random.Generator, np.random.RandomState)
 _UNPROVEN = "numbers of Python's or NumPy's generators, drawn for the first time"
@@ -38,15 +39,23 @@ class EqualDraws:
         self.proven, self.required = False, True
         self._module = module
         self._own: list[Any] | None = None
+        self._of_torch: list[torch.Generator] | None = None
         self._has_warned = False
         self._start: States = []
         self._end: States | None = None  # what the micro-batch before left, if it drew
         self._ran = False  # a micro-batch of this batch
 
+    @property
+    def of_torch(self) -> list[torch.Generator]:
+        """The module's own generators of torch, which draw for rows as the global one does."""
+        if self._of_torch is None:
+            self._of_torch = held_generators(self._module, (torch.Generator,))
+        return self._of_torch
+
     def begin(self) -> None:
         """A batch begins."""
         if self._own is None:  # not earlier: a hook of the module's may make them
-            self._own = _generators_of(self._module)
+            self._own = held_generators(self._module, _OWN)
         self._start, self._end, self._ran = self._states(), None, False
 
     def begin_part(self) -> None:
@@ -91,16 +100,3 @@ class EqualDraws:
 
     def _states(self) -> States:
         return [random.getstate(), np.random.get_state(), *map(state_of, self._own or ())]
-
-
-def _generators_of(module: nn.Module) -> list[Any]:
-    """The generators in attributes of a module, of its submodules and of their classes, also within tuples."""
-    found: dict[int, Any] = {}
-    children = list(module.modules())
-    kinds = {kind for child in children for kind in type(child).__mro__}
-    for owner in (*children, *kinds):
-        for value in vars(owner).values():
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, _OWN):
-                    found[id(one)] = one
-    return list(found.values())

@@ -190,7 +190,7 @@ class RowRuns:
 
     def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> TrialStep:
         seen: list[tuple[Tensor, LossTerms, Edges, bool]] = []
-        before = Generators()
+        before = Generators(self.trials.draws.of_torch)
 
         def look(loss: Tensor) -> Tensor:
             seen.append((loss.detach(), terms_of(loss), head_of(loss), before.drawn_from()[0]))

@@ -137,7 +137,7 @@ class Trials:
         """
         with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
-                seed_all(seed)
+                seed_all(seed, self.draws.of_torch)
             skipped = False
             self.draws.begin()
             if after is not None:
@@ -187,7 +187,7 @@ class Trials:
             StepFailedError: the step fails on the rows, or returns None.
         """
         with self.no_trace(step, batch, after_backward=True) as logged:
-            generators = Generators()
+            generators = Generators(self.draws.of_torch)
             try:
                 with torch.set_grad_enabled(gradient):
                     loss, returned = step.forward(self._run.transfer(batch))
@@ -199,7 +199,7 @@ class Trials:
             return TrialValues(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
 
     def _run_before(self, step: Step, batch: Any) -> None:
-        generators = Generators()
+        generators = Generators(self.draws.of_torch)
         self.run(step, batch, self._limit(step))
         generators.restore()
         if self.between is not None:

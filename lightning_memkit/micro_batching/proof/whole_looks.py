@@ -43,7 +43,7 @@ class WholeLooks:
                 combination.state.begin_anew()
             if draws.proven:
                 draws.restore()  # the batch draws from Python's and NumPy's generators what its micro-batches drew
-            generators = Generators()
+            generators = Generators(draws.of_torch)
             saved = nullcontext() if combination.rules is None else saving_shapes_only()
             graph = torch.set_grad_enabled(combination.rules is not None)
             try:
