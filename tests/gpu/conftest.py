@@ -1,12 +1,15 @@
 """The device of these tests, left empty by each of them, and torch's deterministic mode."""
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.gpu.card import on_cpu
+
+_LONG = 5.0  # seconds
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,6 +30,18 @@ def device() -> Iterator[torch.device]:
     yield torch.device("cuda", 0)
     torch.cuda.set_per_process_memory_fraction(1.0, 0)  # a test that failed may have left a cap
     _empty()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed and what took long: `scripts/first_card.sh` may stop the tests at its limit."""
+    here = report.nodeid.startswith("tests/gpu/")
+    if here and (report.failed or report.duration > _LONG):
+        print(
+            f"\n{report.when} of {report.nodeid}: {report.outcome}, {report.duration:.1f} s",
+            file=sys.__stdout__,
+        )
+    if here and report.failed:
+        print(report.longreprtext, file=sys.__stdout__, flush=True)
 
 
 def _empty() -> None:
