@@ -12,6 +12,7 @@ from lightning_memkit.memory.measure import AllocatorMeter
 from lightning_memkit.memory.meter import ByteMeter
 
 TIMES = 20
+WARM_SECONDS = 0.3  # a processor that was idle is slower at first: by a half on an H200's host
 
 
 class Peak:
@@ -68,8 +69,10 @@ def device_seconds(step: Callable[[], object], device: torch.device, times: int 
 
 
 def host_seconds(step: Callable[[], object], device: torch.device, times: int = TIMES) -> float:
-    """The median time until the host has launched a step on an idle device."""
-    step()
+    """The median time until the host has launched a step on an idle device, once the host is warm."""
+    until = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < until:
+        step()
     seconds = []
     for _ in range(times):
         synchronize(device)

@@ -60,7 +60,8 @@ skip() {
 }
 
 suite() {
-  local options=(-q -m "not slow and not gpu" --maxfail 30)
+  # pytest-benchmark, where it is installed, warns of workers, and warnings are errors here.
+  local options=(-q -m "not slow and not gpu" --maxfail 30 -p no:benchmark)
   [ "$WORKERS" -gt 0 ] && options+=(--numprocesses "$WORKERS" --dist loadfile)
   if $DRY_RUN; then options=(-q -m "not slow and not gpu" tests/memory/test_measure.py); fi
   OMP_NUM_THREADS=1 within "$PYTHON" -m pytest "${options[@]}"

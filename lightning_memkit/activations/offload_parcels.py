@@ -20,37 +20,51 @@ class Lane:
 class Parcel:
     """One storage, copied to the host once, whatever the number of saved views; lives as long as these.
 
-    It starts with the storage on the device. `park` frees the device's side, `bring` starts the copy back.
-    Not yet verified on a GPU; the simulated device of the tests runs the same code.
+    It starts with the storage on the device. `send` starts the copy to the host, `park` frees the device's side,
+    `bring` starts the copy back.
 
     Args:
         tensor: any tensor with the storage.
-        buffer: at least as large as the storage; goes back to the pool when the parcel is deleted.
-        pool: the buffer's pool.
+        pool: the pool of its host memory.
         lane: the copy streams of the tensor's device.
     """
 
-    def __init__(self, tensor: Tensor, buffer: HostBuffer, pool: HostPool, lane: Lane) -> None:
+    def __init__(self, tensor: Tensor, pool: HostPool, lane: Lane) -> None:
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
         self.modified = False
         self._storage = weakref.ref(storage)
         self._version = tensor._version
         self._pool = pool
-        self._buffer = buffer
+        self._buffer: HostBuffer | None = None
         self._lane = lane
         # The device's side: an alias of the saved tensor, which shares its version counter, or a copy brought
         # back.
         self._resident: Tensor | None = tensor.detach()
         self._is_original = True
         self._stream = _current_stream(lane.device)
-        lane.outward.wait_stream(self._stream)
+        # after the last copy that read or wrote either side
+        self._copied: torch.Event | None = None
+
+    def send(self, buffer: HostBuffer) -> None:
+        """Start the copy to the host.
+
+        Args:
+            buffer: at least as large as the storage; goes back to the pool when the parcel is deleted.
+        """
+        assert self._resident is not None
+        lane, self._buffer = self._lane, buffer
+        lane.outward.wait_stream(_current_stream(lane.device))
         if buffer.free_after is not None:
             lane.outward.wait_event(buffer.free_after)
         with lane.outward:
-            self._host.copy_(_flat(storage, lane.device), non_blocking=True)
-        # after the last copy that read or wrote either side
+            self._host.copy_(_flat(self._resident.untyped_storage(), lane.device), non_blocking=True)
         self._copied = lane.outward.record_event()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the host has the bytes, or is about to."""
+        return self._copied is not None
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +73,7 @@ class Parcel:
 
     @property
     def _host(self) -> Tensor:
+        assert self._buffer is not None
         return self._buffer.bytes[: self.nbytes]
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -67,7 +82,7 @@ class Parcel:
 
     def park(self) -> None:
         """Free the device's side. Its memory is reused only after the copy: the device waits, not the host."""
-        if self._resident is None:
+        if self._resident is None or self._copied is None:
             return
         self._note_changes()
         self._stream.wait_event(self._copied)
@@ -87,7 +102,8 @@ class Parcel:
         room = torch.empty(self.nbytes, dtype=torch.uint8, device=lane.device)
         self._stream = _current_stream(lane.device)
         lane.inward.wait_stream(self._stream)
-        lane.inward.wait_event(self._copied)
+        if self._copied is not None:
+            lane.inward.wait_event(self._copied)
         with lane.inward:
             room.copy_(self._host, non_blocking=True)
         self._copied = lane.inward.record_event()
@@ -98,7 +114,7 @@ class Parcel:
         self.bring()
         self._note_changes()
         assert self._resident is not None
-        if not self._is_original:
+        if not self._is_original and self._copied is not None:
             _current_stream(self._lane.device).wait_event(self._copied)
         return self._resident.untyped_storage()
 
@@ -108,12 +124,12 @@ class Parcel:
             self.modified = True
 
     def __del__(self) -> None:
-        if not hasattr(self, "_copied"):  # the first copy failed
-            self._pool.give(self._buffer)
+        if self._buffer is None:
             return
-        if self._resident is not None:
-            self._stream.wait_event(self._copied)
-        self._buffer.free_after = self._copied
+        if self._copied is not None:  # else the first copy failed
+            if self._resident is not None:
+                self._stream.wait_event(self._copied)
+            self._buffer.free_after = self._copied
         self._pool.give(self._buffer)
 
 

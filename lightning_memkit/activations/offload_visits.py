@@ -1,7 +1,8 @@
 """Copies what each block saves to the host, and back one block ahead of its backward.
 
 One run of a block in the forward is a visit. When it ends, the device memory of the previous visit's tensors
-is freed; so the tensors that the backward needs first never leave. In the backward, the first use of a
+is freed; so the tensors that the backward needs first never leave. Where the pass before ended with a visit, this
+one's tensors are not even copied, unless another visit follows. In the backward, the first use of a
 visit's tensors starts the copies of the visit before it.
 """
 
@@ -113,6 +114,7 @@ class Traffic:
         self._pool = pool
         self._min_bytes = min_bytes
         self._lanes: dict[torch.device, Lane] = {}
+        self._visits_before = self._visits_now = 0  # of the last complete pass, and of this one
         self._known: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()  # by storage
         self._elsewhere: set[int] = set()
         self._latest: weakref.ref[_Visit] | None = None  # the last one in the forward
@@ -153,10 +155,12 @@ class Traffic:
         visit = _Visit(self._latest if before is not None else None)
         if before is None:  # a new pass: parameters may have moved since
             self.passes += 1
+            self._visits_before, self._visits_now = self._visits_now, 0
             self._pool.begin_pass()
             root = self._root()
             self._elsewhere = set() if root is None else stored_weights(root)
         self.visits += 1
+        self._visits_now += 1
 
         def pack(tensor: Tensor) -> _KeptActivation | _Ticket:
             with self._lock:
@@ -172,7 +176,8 @@ class Traffic:
     def _let_go(self, visit: _Visit | None) -> None:
         with self._lock:
             for parcel in visit.parcels if visit is not None else ():
-                parcel.park()
+                if parcel.is_sent or self._send(parcel):
+                    parcel.park()
 
     def _pack(self, tensor: Tensor, visit: _Visit, block: nn.Module) -> _KeptActivation | _Ticket:
         parcel = self._parcel(tensor, visit, block) if self._may_move(tensor) else None
@@ -209,22 +214,29 @@ class Traffic:
         parcel = self._known.get(storage._cdata)
         if parcel is not None and parcel.is_of(tensor):
             return parcel
-        buffer = self._pool.take(storage.nbytes())
+        if tensor.device not in self._lanes:
+            self._lanes[tensor.device] = Lane(tensor.device)
+        parcel = Parcel(tensor, self._pool, self._lanes[tensor.device])
+        if self._visits_now != self._visits_before and not self._send(parcel):
+            return None
+        self._known[storage._cdata] = parcel
+        return parcel
+
+    def _send(self, parcel: Parcel) -> bool:
+        """Start a parcel's copy to the host; False if that has no room."""
+        buffer = self._pool.take(parcel.nbytes)
         if buffer is None:
-            self.kept_bytes += storage.nbytes()
+            self.kept_bytes += parcel.nbytes
             self._say(
                 f"The host has no room for more activations: {format_bytes(self._pool.held_bytes)} of "
                 f"{format_bytes(self._pool.limit_bytes)} are in use, and what goes beyond stays on the device. "
                 "Raise host_bytes, or make room on the host.",
                 UserWarning,
             )
-            return None
-        if tensor.device not in self._lanes:
-            self._lanes[tensor.device] = Lane(tensor.device)
-        parcel = Parcel(tensor, buffer, self._pool, self._lanes[tensor.device])
+            return False
+        parcel.send(buffer)
         self.moved_bytes += parcel.nbytes
-        self._known[storage._cdata] = parcel
-        return parcel
+        return True
 
     def _unpack(self, saved: _KeptActivation | _Ticket) -> Tensor:
         if isinstance(saved, _KeptActivation):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -109,7 +110,11 @@ def _torch(terms: HeadTerms) -> Kernel:
 
 
 def _liger(terms: HeadTerms) -> Kernel:
-    """https://github.com/linkedin/Liger-Kernel; not yet verified on a GPU."""
+    """https://github.com/linkedin/Liger-Kernel; the weight's gradient is summed in float32, where it offers that.
+
+    By itself it sums them in the weight's dtype: in bfloat16 that was twice as far from float64 as the plain
+    computation (H200, 0.8.5).
+    """
 
     def kernel(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, reduction: str) -> Tensor:
         from liger_kernel.transformers import functional  # pyright: ignore[reportMissingImports]
@@ -123,9 +128,14 @@ def _liger(terms: HeadTerms) -> Kernel:
             label_smoothing=terms.label_smoothing,
             softcap=terms.softcap,
             reduction=reduction,
+            **_sums_in_float32(functional.liger_fused_linear_cross_entropy),
         )
 
     return kernel
+
+
+def _sums_in_float32(function: Callable[..., Any]) -> dict[str, torch.dtype]:
+    return {"accum_dtype": torch.float32} if "accum_dtype" in signature(function).parameters else {}
 
 
 def _cut_cross_entropy(terms: HeadTerms) -> Kernel:

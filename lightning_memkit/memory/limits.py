@@ -153,11 +153,17 @@ def hard_cap(device: torch.device, budget_bytes: int) -> Undo:
     _check_held(module, device, budget_bytes)
     get: Any = getattr(module, "get_per_process_memory_fraction", lambda device: 1.0)
     before, total = float(get(device)), module.mem_get_info(device)[1]
-    fraction = budget_bytes / total
+    fraction = max(0, budget_bytes - _beyond_cap()) / total
     if fraction >= before:
         return lambda: None
     module.set_per_process_memory_fraction(fraction, device)
     return lambda: module.set_per_process_memory_fraction(before, device)
+
+
+def _beyond_cap() -> int:
+    """What the allocator may map beyond its cap: expandable segments grow by 20 MiB, rounded up after the check."""
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return 20 << 20 if "expandable_segments:true" in given.lower().replace(" ", "") else 0
 
 
 def _check_held(module: ModuleType, device: torch.device, budget_bytes: int) -> None:

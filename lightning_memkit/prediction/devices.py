@@ -29,6 +29,8 @@ class Device:
         link_bytes_per_second: Bandwidth to other devices of the node, in one direction.
         network_bytes_per_second: Bandwidth to devices of other nodes.
         has_bfloat16: Whether it supports matrix products in bfloat16.
+        prefers_cudnn: Whether attention in 16 bits takes cuDNN's kernel first, with a mask or without, as torch
+            does on Hopper.
 
     Raises:
         ValueError: a size or rate is not positive, or the context is larger than the memory.
@@ -45,6 +47,7 @@ class Device:
     link_bytes_per_second: float = 25e9
     network_bytes_per_second: float = 12.5e9
     has_bfloat16: bool = True
+    prefers_cudnn: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,6 +72,7 @@ _HOPPER: dict[str, Any] = {
     "flops_16": 989e12,
     "flops_32": 67e12,
     "library_bytes": WORKSPACE_BYTES_HOPPER,
+    "prefers_cudnn": True,
     "host_bytes_per_second": 50e9,
     "link_bytes_per_second": 450e9,
     "network_bytes_per_second": 50e9,

@@ -7,6 +7,7 @@ a prediction for a GPU on a machine without one must make them itself. Not yet v
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -20,12 +21,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_memkit.optim import blocks, kahan, modes, pieces, split, stochastic_rounding
 from lightning_memkit.optim.fused import reference
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.prediction.persona_attention import IN_16_BITS, AttentionChoice
 from lightning_memkit.prediction.replaced import replaced
-
-_aten = torch.ops.aten
-_IN_16_BITS = (torch.bfloat16, torch.float16)
-_MOST_FLASH_WIDTH = 256
-_ALIGNED = 8  # elements to a multiple of which an additive mask is padded
 
 # Functions that autocast runs in float32 on CUDA and in 16 bits on the CPU.
 _IN_FLOAT32 = {
@@ -35,18 +32,31 @@ _IN_FLOAT32 = {
     torch.log10, torch.log1p, torch.log2, torch.pow, torch.reciprocal, torch.rsqrt, torch.sinh, torch.cosh, torch.tan,
     torch.acos, torch.asin, torch.norm, torch.dist, torch.cdist, torch.logsumexp, Tensor.softmax, Tensor.log_softmax,
     Tensor.exp, Tensor.log, Tensor.pow, Tensor.__pow__, Tensor.rsqrt, Tensor.reciprocal, Tensor.norm, Tensor.logsumexp,
+    torch.erfinv, torch.pdist, torch.renorm, torch.linalg.vector_norm, torch.linalg.matrix_norm, F.pdist,
+    F.pairwise_distance, F.interpolate, F.upsample, Tensor.expm1, Tensor.log10, Tensor.log1p, Tensor.log2, Tensor.sinh,
+    Tensor.cosh, Tensor.tan, Tensor.acos, Tensor.asin, Tensor.erfinv, Tensor.dist, Tensor.renorm,
 }  # fmt: skip
 # Functions that read 16 bits and return float32, without a copy in between.
 _TO_FLOAT32 = {
     torch.sum, torch.prod, torch.cumsum, torch.cumprod, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.cumprod,
 }  # fmt: skip
+# Functions that autocast runs in float32 on the CPU, and as they are given on CUDA.
+_AS_GIVEN = {
+    F.pad, F.avg_pool3d, F.adaptive_avg_pool3d, F.max_pool3d, F.adaptive_max_pool3d, torch.quantile, torch.nanquantile,
+    Tensor.quantile, Tensor.nanquantile,
+}  # fmt: skip
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within the context, operators choose by device as on CUDA; for use in a fork or copy."""
-    choices = _Choices()
-    with _in_backward_too(choices), choices:
+def as_on_cuda(*, prefers_cudnn: bool = False) -> Iterator[None]:
+    """Within the context, operators choose by device as on CUDA; for use in a fork or copy.
+
+    Args:
+        prefers_cudnn: attention is cuDNN's first; see `Device.prefers_cudnn`.
+    """
+    choices = _Choices(AttentionChoice(prefers_cudnn=prefers_cudnn))
+    within = {name: choices.instead_of(getattr(F, name)) for name in _CALLED_WITHIN}
+    with replaced(F, **within), _in_backward_too(choices), choices:
         yield
 
 
@@ -58,14 +68,27 @@ def steps_as_on_cuda() -> Iterator[None]:
 
 
 class _Choices(TorchFunctionMode):
+    def __init__(self, attention: AttentionChoice) -> None:
+        super().__init__()
+        self._chosen = {**_CHOSEN, F.scaled_dot_product_attention: attention}
+
+    def instead_of(self, func: Any) -> Callable[..., Any]:
+        """A function that makes the choice though no mode sees it; it stands where torch's own stood."""
+
+        @wraps(func)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(func, (), args, kwargs)
+
+        return chosen
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        chosen = _CHOSEN.get(func)
+        chosen = self._chosen.get(func)
         if chosen is not None:
             return chosen(func, *args, **kwargs)
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _float32, (tuple(args), kwargs))
-        elif func in _TO_FLOAT32 and torch.is_autocast_enabled("cpu") and args[0].dtype in _IN_16_BITS:
+        elif func in _TO_FLOAT32 and torch.is_autocast_enabled("cpu") and args[0].dtype in IN_16_BITS:
             kwargs = {"dtype": torch.float32, **kwargs}
         return func(*args, **kwargs)
 
@@ -88,7 +111,7 @@ def _in_backward_too(choices: TorchFunctionMode) -> Iterator[None]:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _IN_16_BITS else tensor
+    return tensor.float() if tensor.dtype in IN_16_BITS else tensor
 
 
 def _dropout(
@@ -100,55 +123,53 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-def _attention(
+def _c_dropout(plain: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 else plain(input, p, train)
+
+
+def _rms_norm(
     plain: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
-    """Flash attention in 16 bits without a mask; otherwise memory-efficient attention if it applies."""
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-    options = {"scale": scale}
-    fused = query.dim() == 4 and value.shape[-1] == query.shape[-1]
-    if fused and attn_mask is None and query.dtype in _IN_16_BITS and query.shape[-1] <= _MOST_FLASH_WIDTH:
-        padded = [_padded(tensor) for tensor in (query, key, value)]
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., : query.shape[-1]]
-    heads = query.shape[-3] // key.shape[-3] if fused else 1
-    if fused and heads == 1:
-        bias = None if attn_mask is None else _additive(attn_mask, query, key)
-        needs_grad = any(tensor.requires_grad for tensor in (query, key, value))
-        return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
-        )[0]
-    return _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **options
-    )[0]
+    """One kernel, which saves its input and a factor a row, where weight and input have one dtype."""
+    if _autocasts_rms_norm() and torch.is_autocast_enabled("cpu"):
+        input, weight = _float32(input), None if weight is None else _float32(weight)
+    if weight is not None and weight.dtype != input.dtype:
+        return plain(input, normalized_shape, weight, eps)
+    with torch.autocast("cpu", enabled=False):  # of the same sizes, but for a mean a row
+        return torch.layer_norm(input, normalized_shape, weight, None, 1e-5 if eps is None else eps)
 
 
-def _padded(tensor: Tensor) -> Tensor:
-    missing = -tensor.shape[-1] % _ALIGNED
-    return F.pad(tensor, (0, missing)) if missing else tensor
+@cache
+def _autocasts_rms_norm() -> bool:
+    """Since torch 2.13 or so."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
-def _additive(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask in the kernel's form: floats, aligned rows, expanded over batch and heads."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
-    missing = -mask.shape[-1] % _ALIGNED
-    if missing:
-        mask = F.pad(mask, (0, missing))[..., : mask.shape[-1]]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+def _log_sigmoid(plain: Callable[..., Tensor], input: Tensor) -> Tensor:
+    """Saves its input alone, as SiLU does: on the CPU it saves a buffer as well."""
+    return F.silu(input)
 
 
-_CHOSEN: dict[Any, Callable[..., Any]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+def _as_given(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return plain(*args, **kwargs)
+
+
+_CHOSEN: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: _c_dropout,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.logsigmoid: _log_sigmoid,
+    **dict.fromkeys(_AS_GIVEN, _as_given),
+}
+# Functions of torch that call these by their names in `torch.nn.functional`: a mode does not see what runs within a
+# function that it was asked for.
+_CALLED_WITHIN = ("scaled_dot_product_attention", "dropout", "logsigmoid", "softmax", "log_softmax")
 
 
 @contextmanager

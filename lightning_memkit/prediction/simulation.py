@@ -71,7 +71,7 @@ class Simulation(AnatomyMeter):
             if self._device is None:
                 stack.enter_context(self._counted_random_states())
             else:
-                stack.enter_context(as_on_cuda())
+                stack.enter_context(as_on_cuda(prefers_cudnn=self._device.prefers_cudnn))
                 stack.enter_context(self._device_steps).enter_context(steps_as_on_cuda())
                 stack.enter_context(offloads(self.host, self, self.values.assumed))
             stack.enter_context(self.fakes.mode)

@@ -1,6 +1,6 @@
 """Which kernel SDPA takes by shape: what a prediction says that it saves, and what it saves on this card."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memkit import Budget
 from lightning_memkit.prediction.persona import as_on_cuda
 from tests.gpu.card import needs_cuda
 
@@ -68,12 +69,14 @@ class Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def saved_bytes() -> Iterator[Callable[[], int]]:
-    """What autograd keeps within it, counted by storage."""
+def saved_bytes(*, besides: Iterable[Tensor] = ()) -> Iterator[Callable[[], int]]:
+    """What autograd keeps within it, counted by storage; some tensors' storages don't count."""
     kept: dict[int, Tensor] = {}
+    others = {tensor.untyped_storage()._cdata for tensor in besides}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        if tensor.untyped_storage()._cdata not in others:
+            kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -106,7 +109,9 @@ def attended(case: Case, device: torch.device) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_prediction_saves_what_the_card_saves(device: torch.device, name: str) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
+    target = Budget("auto", "auto").target()
+    prefers_cudnn = target is not None and target.prefers_cudnn
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda(prefers_cudnn=prefers_cudnn):
         foretold, foretold_bytes = attended(CASES[name], torch.device("cpu"))
     assert foretold_bytes > 0
     needs_cuda("the CPU's own attention is not asked")

@@ -1,6 +1,7 @@
 """A first call that runs out of memory says nothing about a kernel: it is used once there is room again."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,16 +27,28 @@ def unknown() -> Iterator[None]:
         getattr(answers, "cache_clear", lambda: None)()
 
 
+def exhausted(device: torch.device) -> list[torch.Tensor]:
+    """All that is left in segments that tensors of other tests keep alive."""
+    taken = []
+    for size in (1 << 20, 512):
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device=device))
+    return taken
+
+
 def test_the_optimizer_s_kernel_is_used_after_all(device: torch.device) -> None:
     needs_cuda("the kernels are Triton's")
     pytest.importorskip("triton")
     torch.cuda.set_per_process_memory_fraction(1e-9, device)
+    taken = exhausted(device)
     try:
         why = gpu.why_unavailable()
     except torch.OutOfMemoryError:
         why = "out of memory"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+    taken.clear()
     assert why is not None  # else the card had room, and this tests nothing
     assert gpu.why_unavailable() is None
     assert front_door._has_kernel("cuda")

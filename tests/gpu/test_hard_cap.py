@@ -13,16 +13,19 @@ BUDGET = 512 * caps.MIB
 SLACK = 2 * caps.MIB
 # A last segment of 20 MiB may not fit any more, where tensors of less are asked for.
 SEGMENT = 24 * caps.MIB
+# By which expandable segments grow; the allocator rounds up after it has looked at its cap.
+EXPANDED = 20 * caps.MIB
 
 
 @pytest.mark.parametrize("segments", ["", "expandable_segments:True"], ids=["default", "expandable"])
 def test_the_allocator_gives_the_budget_and_no_more(segments: str) -> None:
     needs_cuda("the host has no cap")
     found = script("caps", str(BUDGET), PYTORCH_CUDA_ALLOC_CONF=segments)
-    assert BUDGET - SLACK <= found["largest"] <= BUDGET
+    slack = SLACK + (EXPANDED if segments else 0)
+    assert BUDGET - slack <= found["largest"] <= BUDGET
     for name, size in found.items():
         if name.startswith("filled"):
-            assert BUDGET - SEGMENT <= size <= BUDGET, name
+            assert BUDGET - SEGMENT - (EXPANDED if segments else 0) <= size <= BUDGET, name
         if name.startswith("reserved"):
             assert size <= BUDGET, name
     assert found["after"] == 2 * BUDGET

@@ -29,7 +29,7 @@ def bnb() -> Any:
 
 class Paged(Language):
     def __init__(self) -> None:
-        super().__init__(lambda: Decoder(128, 64, 3, 2))
+        super().__init__(lambda: Decoder(1024, 256, 2, 2))  # it pages states of 100,000 elements and more
 
     def configure_optimizers(self) -> Any:
         import bitsandbytes

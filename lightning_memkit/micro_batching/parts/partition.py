@@ -68,7 +68,7 @@ class Partition:
         split: the user's own splitter.
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
-        held: the batch at hand is not split: as a whole it has no loss, or nothing in it counts.
+        held: the batch at hand is not split: as a whole it has no loss, nothing in it counts, or it is not finite.
         skipped: a trial has shown that; its forward needs no graph.
         misfit: why the batch at hand can't be split, where its structure does not allow it; else empty.
         combination: how the loss comes from the micro-batches'.

@@ -29,6 +29,7 @@ from lightning_memkit.micro_batching.proof.probed_rows import (
 )
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
+    NotFiniteError,
     NothingCountsError,
     RowRuns,
     Rows,
@@ -74,7 +75,7 @@ class Weighing:
         unproven: why nothing could be proven; empty where it was.
         probes: how many comparisons were made.
         fewest: the fewest rows that the step runs on, as far as known.
-        skipped: the batch at hand tells nothing: as a whole it has no loss, or nothing in it counts.
+        skipped: the batch at hand tells nothing: it has no loss as a whole, nothing in it counts, or it is not finite.
         head: the functions next to the losses that were compared, see `head_of`.
     """
 
@@ -196,8 +197,8 @@ class Weighing:
                 places = _PLACES if rows < total else 1
                 self._compare(step, trials, rows, places, alone=most == 1 and self.fewest == 1)
                 return
-            except NothingCountsError:  # no row of this batch counts, or the run has diverged
-                self.skipped = self.verdict is None
+            except NothingCountsError as error:  # a batch that is not finite tells nothing, and runs whole
+                self.skipped = self.verdict is None or isinstance(error, NotFiniteError)
                 return
             except StepFailedError as error:
                 # The step returned None for these rows, or its loss was not as predicted: they tell nothing.

@@ -38,6 +38,10 @@ class NothingCountsError(Exception):
     """The rows have no gradient, so that nothing can be learned from them."""
 
 
+class NotFiniteError(NothingCountsError):
+    """The rows' gradient is not finite: scaled too far, or the run has diverged. Nothing can be compared with it."""
+
+
 @dataclass(kw_only=True)
 class TrialStep:
     """The results of one trial step: gradient, loss, logs, returned values, and the state that it left.

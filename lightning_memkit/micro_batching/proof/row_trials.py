@@ -28,6 +28,7 @@ from lightning_memkit.micro_batching.proof.judged import UNREPEATED, draws_unequ
 from lightning_memkit.micro_batching.proof.other_rules import against, by_whole
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
+    NotFiniteError,
     NothingCountsError,
     RowRuns,
     TrialStep,
@@ -62,12 +63,15 @@ class RowTrials:
             known: rules that held before.
 
         Raises:
+            NotFiniteError: on a rank, the rows' gradient is not finite.
             NothingCountsError: on a rank, no row has a gradient, or counts in a term; or they show less than is known.
         """
         self._runs.trials.capture = None
         if self._runs.draws is not None:
             self._runs.draws.record()
         whole = self._runs.run(self._runs.rows.whole)
+        if any_rank(self._runs.step.run, not bool(whole.gradient.isfinite().all())):
+            raise NotFiniteError
         if any_rank(self._runs.step.run, not whole.counts):
             raise NothingCountsError
         changes = [c for c in self._runs.trials.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]

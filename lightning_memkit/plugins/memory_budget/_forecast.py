@@ -44,6 +44,8 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
     # Read batches in this process, not in the fork: a loader's workers serve only the process that started
     # them.
     parts = {size: worst_batch(trainer, batch, size) for size in (*_SIZES, max(sizes))}
+    if root.type == "cuda":  # whose tensors no fork can read once CUDA is initialised
+        batch, parts = apply_to_collection((batch, parts), Tensor, lambda tensor: tensor.detach().cpu())
     try:
         has_automatic = any(map(is_automatic, vars(trainer)["callbacks"]))
         found, device = predict_apart(
