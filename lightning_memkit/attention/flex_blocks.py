@@ -38,6 +38,9 @@ class BlockTables:
         seen_whole: for each block of queries, the blocks of keys that it sees as a whole.
         seeing: for each block of keys, the blocks of queries that see it in part.
         seeing_whole: for each block of keys, the blocks of queries that see it as a whole.
+
+    The tables of a pair (`seen` and `seen_whole`, `seeing` and `seeing_whole`) have rows of one length: torch's CUDA
+    kernels find a row of the second table by the first one's stride.
     """
 
     size: int
@@ -89,7 +92,7 @@ class _MaskBlocks:
         # Range of tokens that may be met.
         self._lowest, self._highest = bounds[self._first], bounds[self._last + 1]
 
-    def met(self, *, before: bool, after: bool) -> tuple[BlockTable, BlockTable]:
+    def met(self, *, before: bool, after: bool) -> tuple[BlockTable, ...]:
         """The blocks met in part and as a whole: a block itself and, as chosen, those before and after it."""
         lowest = self._lowest if before else self._begins
         highest = self._highest if after else self._ends
@@ -101,7 +104,7 @@ class _MaskBlocks:
         rows = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts) + low[rows]
         whole = self._is_whole(rows, places)
-        return self._table(rows[~whole], places[~whole]), self._table(rows[whole], places[whole])
+        return self._tables((rows[~whole], places[~whole]), (rows[whole], places[whole]))
 
     def _is_whole(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Whether all tokens of a block see all tokens of another; a last block that is not full is never whole."""
@@ -113,9 +116,13 @@ class _MaskBlocks:
             whole &= (np.abs(places - rows) + 1) * self._size - 1 < self._window
         return whole
 
-    def _table(self, rows: np.ndarray, places: np.ndarray) -> BlockTable:
-        """The table of pairs, which come in the order of their rows."""
-        counts = np.bincount(rows, minlength=len(self._begins))
-        table = np.zeros((len(counts), max(1, int(counts.max(initial=0)))), np.int32)
-        table[rows, np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)] = places
-        return BlockTable(counts=counts.astype(np.int32), places=table)
+    def _tables(self, *pairs: tuple[np.ndarray, np.ndarray]) -> tuple[BlockTable, ...]:
+        """Tables of pairs of blocks, which come in the order of their rows; of one width."""
+        counts = [np.bincount(rows, minlength=len(self._begins)) for rows, _ in pairs]
+        most = max(1, *(int(count.max(initial=0)) for count in counts))
+        tables = []
+        for (rows, places), count in zip(pairs, counts, strict=True):
+            table = np.zeros((len(count), most), np.int32)
+            table[rows, np.arange(len(rows)) - np.repeat(count.cumsum() - count, count)] = places
+            tables.append(BlockTable(counts=count.astype(np.int32), places=table))
+        return tuple(tables)

@@ -154,6 +154,18 @@ def _log_sigmoid(plain: Callable[..., Tensor], input: Tensor) -> Tensor:
     return F.silu(input)
 
 
+def _einsum(plain: Callable[..., Tensor], equation: str, *operands: Any) -> Tensor:
+    """Casts its operands as they are, each once; on the CPU its products cast views of them."""
+    if torch.is_autocast_enabled("cpu"):
+        operands = (
+            tuple(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+        )
+        low = torch.get_autocast_dtype("cpu")
+        cast = {id(x): x.to(low) if x.dtype is torch.float32 else x for x in operands}
+        operands = tuple(cast[id(x)] for x in operands)
+    return plain(equation, *operands)
+
+
 def _as_given(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return plain(*args, **kwargs)
@@ -165,6 +177,7 @@ _CHOSEN: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.logsigmoid: _log_sigmoid,
+    torch.einsum: _einsum,
     **dict.fromkeys(_AS_GIVEN, _as_given),
 }
 # Functions of torch that call these by their names in `torch.nn.functional`: a mode does not see what runs within a

@@ -69,6 +69,7 @@ def _of_no_device() -> dict[str, Any]:
         "seed_all": _nothing,
         "synchronize": _nothing,
         "empty_cache": _nothing,
+        "set_per_process_memory_fraction": _nothing,  # a cap of the original's that is taken back in the fork
     }
 
 

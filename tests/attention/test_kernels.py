@@ -330,6 +330,9 @@ def test_the_blocks_of_a_mask_are_those_that_torch_finds_by_all_pairs(ends, wind
     mask = flex._block_mask(given, torch.empty(1, 1, ends[-1], 1))
     expected = create_block_mask(mask.mask_mod, None, None, ends[-1], ends[-1], device="cpu")
     assert mask.BLOCK_SIZE == (128, 128)
+    # torch's CUDA kernels find a row of the table of whole blocks by the stride of the other one.
+    assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
+    assert mask.q_indices.stride() == mask.full_q_indices.stride()
     for name in ("kv", "full_kv", "q", "full_q"):
         counts, places = (getattr(mask, f"{name}_{what}")[0, 0] for what in ("num_blocks", "indices"))
         found = [row[:count].tolist() for row, count in zip(places, counts.tolist(), strict=True)]

@@ -31,7 +31,7 @@ INNER = (
 )
 INNER += ("UnwritableError", "ConfigError")  # caught, or printed without their name
 INNER += ("UnseenValueError", "ForeseenWronglyError")  # the batch runs again
-INNER += ("NothingCountsError", "NotCopiedError")  # other rows are taken, and another way
+INNER += ("NothingCountsError", "NotFiniteError", "NotCopiedError")  # other rows are taken, and another way
 
 
 @cache

@@ -172,6 +172,17 @@ def test_on_apple_s_gpus_the_watermark_moves_and_comes_back(monkeypatch: pytest.
     assert set_to == [0.5, 1.7]
 
 
+def test_expandable_segments_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow by 20 MiB, and are rounded up after the allocator has compared them with its cap."""
+    card = Card()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    limits.hard_cap(torch.device("cuda"), 24 * GiB)
+    assert round(card.fraction * 80 * GiB) == 24 * GiB - (20 << 20)
+
+
 def test_the_host_is_not_capped() -> None:
     limits.hard_cap(torch.device("cpu"), GiB)()
     assert limits.device_memory(torch.device("cpu")) is None

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lightning_memkit.memory import limits
 from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.utilities.errors import PredictionError
@@ -122,6 +123,14 @@ def test_torch_finds_no_accelerator_that_the_original_has_used(cuda_in_use):
 
     assert contained(work) == (False, 0, False)
     assert torch.cuda.is_available()
+
+
+def test_a_cap_of_the_original_s_can_be_taken_back(cuda_in_use):
+    """A forecast takes the run's plugins away in its fork: all of MemoryBudget's failed on the first card."""
+    undo = limits.hard_cap(torch.device("cuda"), 1 << 30)
+    contained(undo)
+    with pytest.raises(RuntimeError, match="re-initialize"):  # the double does raise where it is asked
+        contained(lambda: torch.cuda.mem_get_info())
 
 
 def test_a_training_is_predicted_after_the_original_has_used_cuda(cuda_in_use):

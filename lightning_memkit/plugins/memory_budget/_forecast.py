@@ -39,7 +39,8 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
         return None
     if root.type not in ("cpu", "cuda"):
         return None
-    budget = Budget(options.budget_bytes, "cpu" if root.type == "cpu" else "auto", "speed", options.headroom)
+    device = None if root.type == "cpu" else Budget().target()  # asked here: a fork finds no device
+    budget = Budget(options.budget_bytes, device or "cpu", "speed", options.headroom)
     rank_zero_info("MemoryBudget predicts the peaks of its sizes, before it measures one.")
     # Read batches in this process, not in the fork: a loader's workers serve only the process that started
     # them.
@@ -48,15 +49,13 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
         batch, parts = apply_to_collection((batch, parts), Tensor, lambda tensor: tensor.detach().cpu())
     try:
         has_automatic = any(map(is_automatic, vars(trainer)["callbacks"]))
-        found, device = predict_apart(
+        found, name = predict_apart(
             trainer,
             lambda given: _predicted(given, batch, parts, sizes, budget),
             timeout_s=_MOST_SECONDS,
         )
         peaks = {} if has_automatic else found.peaks
-        return replace(
-            found, peaks=peaks, residual=residual_of(device), measured=partial(keep_residual, device)
-        )
+        return replace(found, peaks=peaks, residual=residual_of(name), measured=partial(keep_residual, name))
     except Exception as error:  # a user's step, or its prediction, may raise anything
         said = str(error).strip().splitlines()
         rank_zero_info(f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
