@@ -2,7 +2,7 @@
 
 A budget is what a training with a known micro-batch takes, with the headroom. MemoryBudget chooses a size under it;
 then every size up to the largest that fits trains for some steps, and the chosen one and the grid's best in turns
-once more. Not yet verified on a GPU.
+once more.
 """
 
 from collections.abc import Callable

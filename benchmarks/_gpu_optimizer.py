@@ -2,7 +2,7 @@
 
 `bandwidth_fraction`: the bytes a parameter that have to move, over the step's time and a device copy's bandwidth.
 `host_ms`: until the host has launched a step on an idle device; of the 201 parameters of 16 elements nothing but that
-takes time. Not yet verified on a GPU.
+takes time.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 Llamas of 1 and 8 billion parameters, and the CPU's models at eight times the width in three precisions each. Both
 figures of the allocator include the matrix library's workspaces, and so do both that are predicted. Predictions are
-made ahead, in processes that use no GPU. Not yet verified on a GPU.
+made ahead, in processes that use no GPU.
 """
 
 import os

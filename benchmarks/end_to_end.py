@@ -3,8 +3,8 @@
 The same effective batch through plain Lightning (`bf16-mixed`, fused AdamW), memkit (`PureBF16Precision`, activation
 checkpointing and `MemoryBudget`, which finds the micro-batch) and Hugging Face's Trainer with the flags that its
 docs give for memory (bf16, gradient checkpointing; fused AdamW, or AdamW of 8 bits where bitsandbytes is installed).
-Each trains in a process of its own, from random weights. `fits` is 0 where it runs out of memory. Not yet verified on
-a GPU.
+Each trains in a process of its own, from random weights. `fits` is 0 where it runs out of memory. Hugging Face's
+rows and those of 8 billion parameters are not yet verified on a GPU.
 """
 
 import json

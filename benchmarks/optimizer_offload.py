@@ -3,7 +3,7 @@
 A decoder of a billion parameters trains through Lightning with and without `OptimizerOffload`, in float32 under
 bf16-mixed and under `PureBF16Precision`. Every state crosses to the device and back in each step: `copy_ms` is what
 that takes at the measured rates where both directions run at once, `extra_ms` what the step takes more. Where it is
-less than the copies, they ran beside other work. Not yet verified on a GPU.
+less than the copies, they ran beside other work.
 """
 
 from functools import partial

@@ -70,7 +70,10 @@ def verified_on_a_card(results: Path) -> str:
         for stage, what in STAGES.items()
     ]
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-    on_cards = {one["name"]: one for one in contents if one["hardware"]["gpu"] and not one["quick"]}
+    of_cards = [one for one in contents if one["hardware"]["gpu"]]
+    on_cards = {
+        one["name"]: one for one in sorted(of_cards, key=lambda one: not one["quick"])
+    }  # full ones last
     benchmarks = [
         {"benchmark": f"`{name}`", "last run": _ran(on_cards.get(name))} for name in _with_a_gpu_part()
     ]
@@ -89,7 +92,11 @@ def _ran(content: dict | None) -> str:
     if content is None:
         return NOT_YET
     gpu, torch = content["hardware"]["gpu"], content["versions"]["torch"]
-    return f"{content['date']}, {gpu}, torch {torch}, `{content['commit'][:10]}`"
+    rows = [row["result"] for row in content.get("rows", ()) if "result" in row]
+    passed = sum(one == "ok" for one in rows)
+    ran = f", {passed} of {passed + sum(one.startswith(('failed', 'limit missed')) for one in rows)} rows passed"
+    size = " (quick)" if content["quick"] else ""
+    return f"{content['date']}{size}, {gpu}, torch {torch}, `{content['commit'][:10]}`{ran if rows else ''}"
 
 
 def _with_a_gpu_part() -> list[str]:

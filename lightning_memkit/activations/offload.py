@@ -44,7 +44,7 @@ def offload_activations(
     bitwise the same. Parameters and buffers never move, nor do their views, transposes and casts; a storage
     moves once, whatever the number of its saved views. Tensors saved outside of blocks (embeddings, head,
     loss) stay on the device. Blocks that are checkpointed, before or after this call, keep their inputs in
-    host memory. Not yet verified on a GPU; the simulated device of the tests runs the same code.
+    host memory.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.

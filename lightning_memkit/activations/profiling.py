@@ -61,7 +61,7 @@ class Profiler:
     """Measures recorded blocks; equal operators on equal shapes are measured once.
 
     On an accelerator, device and host are timed without synchronizing them, in about thirty runs of each
-    operator; not yet verified on a GPU.
+    operator.
 
     Args:
         clocks_of: returns the clocks of a device and its host; None if the host is the device.

@@ -1,4 +1,4 @@
-"""Compiled FlexAttention: float32 and score changes on a GPU; not yet verified on a GPU."""
+"""Compiled FlexAttention: float32 and score changes; mended after its first run on a GPU, not yet verified again."""
 
 from functools import lru_cache
 from types import FunctionType

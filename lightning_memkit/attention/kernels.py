@@ -1,4 +1,4 @@
-"""The GPU backends: flash-attn's and torch's kernels for variable lengths; not yet verified on a GPU."""
+"""The GPU backends: flash-attn's and torch's kernels for variable lengths."""
 
 import inspect
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, documents: Documents) 
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """The kernel of ``torch.nn.attention.varlen``; not yet verified on a GPU."""
+    """The kernel of ``torch.nn.attention.varlen``."""
     from torch.nn.attention.varlen import varlen_attn
 
     # Its arguments differ by version: 2.10 has is_causal, 2.12 has a window. By default both see everything.

@@ -2,7 +2,6 @@
 
 Source: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.11 to 2.13. Each thread has a handle, and each
 pair of handle and stream a workspace; forward and backward run in different threads, so training keeps two.
-Not yet verified on a GPU.
 """
 
 import os

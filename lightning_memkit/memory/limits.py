@@ -113,8 +113,7 @@ def _table(path: Path) -> dict[str, int]:
 def device_memory(device: torch.device) -> tuple[int, int] | None:
     """(free, total) bytes of an accelerator from its driver; None if the driver does not tell.
 
-    On a shared card, free is what all processes leave; on a MIG slice, it is the slice's. Not yet verified on
-    a GPU.
+    On a shared card, free is what all processes leave; on a MIG slice, it is the slice's.
     """
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
@@ -136,7 +135,7 @@ def hard_cap(device: torch.device, budget_bytes: int) -> Undo:
 
     On CUDA and XPU it sets the process's memory fraction, on Apple's GPUs the high watermark. A lower
     existing cap stays. On other devices nothing is capped, and the undo does nothing. The context, and
-    libraries that allocate by themselves, are outside the cap. Not yet verified on a GPU.
+    libraries that allocate by themselves, are outside the cap.
 
     Args:
         device: the device whose memory is capped.

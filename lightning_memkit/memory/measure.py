@@ -36,7 +36,7 @@ class PeakMeter(Protocol):
 class AllocatorMeter:
     """The peak of what a device's allocator *reserves*, or allocates if it does not cache.
 
-    The context is not included: `budget_bytes` leaves room for it. Not yet verified on a GPU.
+    The context is not included: `budget_bytes` leaves room for it.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:

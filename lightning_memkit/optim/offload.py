@@ -134,7 +134,7 @@ def offload_states(
 
     Three buckets of states are on the device during a step, and none between steps. Clipping, schedulers,
     parameter groups and checkpoints work as usual; `load_state_dict` takes no device memory. On devices with
-    streams the copies overlap with the computation; not yet verified on a GPU.
+    streams the copies overlap with the computation.
 
     Args:
         optimizer: any optimizer that steps each parameter by itself, compensated or not.

@@ -1,8 +1,7 @@
 """Keeps optimizer states in host memory between steps and copies them to the device bucket by bucket.
 
 While one bucket of parameters is stepped, the next one's states are being copied to the device and the last
-one's back, each on its own stream: at most three buckets are on the device. Not yet verified on a GPU; the
-simulated device of the tests runs the same code.
+one's back, each on its own stream: at most three buckets are on the device.
 """
 
 from collections import deque

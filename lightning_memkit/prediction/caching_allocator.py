@@ -3,8 +3,7 @@
 Source: `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13. Sizes are rounded up to 512 bytes. Up to 1 MiB they
 come from segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, from a segment of their
 own size rounded up to 2 MiB. The smallest free block that fits is used, and split unless the remainder would
-be too small. A freed block is merged with free neighbours, and stays reserved for its own stream only. Not
-yet verified on a GPU.
+be too small. A freed block is merged with free neighbours, and stays reserved for its own stream only.
 """
 
 from bisect import bisect_left, insort

@@ -69,6 +69,7 @@ class Device:
 # Memory: as nvidia-smi reports it. Workspaces of the matrix library: torch's default (`memory/cublas.py`).
 # Links: NVLink, else PCIe. Networks: 400 Gbit/s for each device of a cluster, else 100 Gbit/s.
 _HOPPER: dict[str, Any] = {
+    "context_bytes": 620 * _MIB,  # measured on an H200 with torch 2.11 and CUDA 13
     "flops_16": 989e12,
     "flops_32": 67e12,
     "library_bytes": WORKSPACE_BYTES_HOPPER,

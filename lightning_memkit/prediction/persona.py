@@ -2,7 +2,7 @@
 
 torch chooses by device: fused attention, dropout with a boolean mask, optimizers over lists of tensors, other
 float32 operators under autocast. The memory that these choices save and allocate differs by up to a third, so
-a prediction for a GPU on a machine without one must make them itself. Not yet verified on a GPU.
+a prediction for a GPU on a machine without one must make them itself.
 """
 
 from collections.abc import Callable, Iterator

@@ -59,3 +59,15 @@ def test_a_row_tells_when_on_what_and_at_which_commit(hooks, tmp_path: Path) -> 
     assert found["facts"] == "passed on 2027-01-02, H200, torch 2.11, `0123456789`"
     assert found["imports"] == found["attention"] == "not yet"
     assert found["prediction"] == "2027-01-03, H200, torch 2.11, `fedcba9876`"
+    results = [
+        {"result": said} for said in ("ok", "ok", "limit missed: 2 > 1", "failed: ValueError", "no time: 3 s")
+    ]
+    quick = {**content, "name": "loss_head", "quick": True, "rows": results}
+    (tmp_path / "loss_head-h200.json").write_text(json.dumps(quick))
+    later = {**content, "quick": True, "date": "2027-01-04"}
+    (tmp_path / "prediction-quick-h200.json").write_text(json.dumps(later))
+    found = rows(hooks.verified_on_a_card(tmp_path))
+    assert (
+        found["prediction"] == "2027-01-03, H200, torch 2.11, `fedcba9876`"
+    )  # the full run before a quick one
+    assert found["loss_head"] == "2027-01-03 (quick), H200, torch 2.11, `fedcba9876`, 2 of 4 rows passed"

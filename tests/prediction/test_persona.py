@@ -190,3 +190,78 @@ def test_devices_are_known_by_name_or_described():
         Device(name="own", memory_bytes=2**34, flops_16=0, flops_32=1e13, bytes_per_second=5e11)
     with pytest.raises(ValueError, match="leaves nothing of its"):
         Device(name="own", memory_bytes=2**28, flops_16=1, flops_32=1, bytes_per_second=1)
+
+
+HOPPER = DEVICES["h200"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_rms_norm_keeps_a_number_a_row(dtype, affine):
+    """One kernel on CUDA; on the CPU it is made of others, which keep the input in float32 and its product."""
+
+    def norm(x, weight):
+        return F.rms_norm(x, (64,), weight if affine else None)
+
+    held, out = saved_bytes(norm, (512, 64), (64,), dtype=dtype)
+    assert out.dtype == dtype
+    assert held - out.nbytes <= 2 * 512 * 4
+    if affine or dtype is torch.bfloat16:
+        assert saved_bytes(norm, (512, 64), (64,), dtype=dtype, device=None)[0] - out.nbytes >= 512 * 64 * 4
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_an_rms_norm_of_mixed_dtypes_is_none_of_one_kernel():
+    held, out = saved_bytes(
+        lambda x: F.rms_norm(x, (64,), torch.ones(64, requires_grad=True)), (512, 64), dtype=torch.bfloat16
+    )
+    assert held - out.nbytes >= 512 * 64 * 4
+
+
+def test_a_log_sigmoid_keeps_no_buffer():
+    assert saved_bytes(F.logsigmoid, (64, 1000))[0] == 64_000 * 4
+    assert saved_bytes(F.logsigmoid, (64, 1000), device=None)[0] == 2 * 64_000 * 4
+
+
+def test_attention_modules_take_the_same_kernels():
+    """`MultiheadAttention` calls them within a function that a mode sees as one."""
+    width, length, heads = 64, 512, 4
+
+    def attention(module, x):
+        return module(x, x, x, need_weights=False)[0]
+
+    with Simulation(GPU) as simulation:
+        module = nn.MultiheadAttention(width, heads, dropout=0.1, batch_first=True)
+        x = torch.empty(2, length, width, requires_grad=True)
+        before = simulation.live_bytes
+        out = attention(module, x)
+        held = simulation.live_bytes - before
+    assert held < 2 * heads * length * length * 4  # the scores alone
+    assert out.shape == x.shape
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize(("key_heads", "value_width"), [(8, 64), (2, 64), (8, 32)])
+def test_on_hopper_cudnn_s_kernel_keeps_no_scores(mask, key_heads, value_width):
+    """Seen on an H200: in 16 bits it is first with grouped heads and a mask, too, where others store all scores."""
+    length = 512
+
+    def attention(q, k, v):
+        given = None
+        if mask is not None:
+            given = torch.ones(2, 1, length, length, dtype=torch.bool if mask == "bool" else q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, given, enable_gqa=key_heads != 8)
+
+    shapes = (2, 8, length, 64), (2, key_heads, length, 64), (2, key_heads, length, value_width)
+    held, out = saved_bytes(attention, *shapes, dtype=torch.bfloat16, device=HOPPER)
+    masks = 0 if mask is None else 2 * length * length * 2  # in the kernel's dtype, as large as it was given
+    assert held <= out.nbytes + 2 * 8 * length * 4 + masks + (masks // 2 if mask == "bool" else 0) + 1024
+
+
+def test_padding_is_not_cast_under_autocast():
+    def padded(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.pad((x @ x)[None], (1, 1), mode="reflect")
+
+    assert saved_bytes(padded, (64, 64))[1].dtype == torch.bfloat16
+    assert saved_bytes(padded, (64, 64), device=None)[1].dtype == torch.float32

@@ -18,8 +18,7 @@ def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any
     """A function that yields batches copied to the device during the previous step; costs one more batch there.
 
     Batches in page-locked memory are copied without blocking the host. Tensors in nested containers are
-    copied, and objects that have ``to``. Not yet verified on a GPU; the simulated device of the tests runs
-    the same code.
+    copied, and objects that have ``to``.
 
     Args:
         device: An accelerator with streams.

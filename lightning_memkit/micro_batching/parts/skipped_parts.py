@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun
+from lightning_memkit.micro_batching.parts.loss_rounding import difference
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
 
-_ROUNDED = 1e-4  # relative: forwards of other shapes round otherwise
+_ROUNDED = 1e-4  # of counts, relative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +75,17 @@ def check_skipped(batch: BatchRun, attempt: Attempt, partition: Partition, look:
     elif whole.drew:
         return False
     else:
-        agrees = _close(float(whole.loss), _together(attempt, summed=batch.shares is not None))
+        summands = _weighed(attempt, summed=batch.shares is not None)
+        agrees = not difference(batch.step, whole.loss, torch.stack(summands).sum(), summands)
     if not agrees:
         raise PartSkippedError("it returns None for some micro-batches whose rows count in the whole batch")
     return True
 
 
-def _together(attempt: Attempt, *, summed: bool) -> float:
-    """The loss of the micro-batches that have one; of a loss without divisors, their sum."""
+def _weighed(attempt: Attempt, *, summed: bool) -> list[Tensor]:
+    """The losses of the micro-batches that have one, weighted; those of a loss without divisors as they are."""
     weights = [1.0] * len(attempt.losses) if summed else attempt.weights
-    return sum(float(loss) * weight for loss, weight in zip(attempt.losses, weights, strict=True))
+    return [loss.double().reshape(()) * weight for loss, weight in zip(attempt.losses, weights, strict=True)]
 
 
 def _close(a: float, b: float) -> bool:

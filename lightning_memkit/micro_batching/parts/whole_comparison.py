@@ -10,9 +10,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
+from lightning_memkit.micro_batching.parts.loss_rounding import difference
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import LooksAtWhole
 from lightning_memkit.micro_batching.proof.novelty import is_revised_after
@@ -20,13 +20,6 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError
 from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
-# Of the loss, by its dtype: forwards of other shapes round otherwise, on a GPU in TF32.
-_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}
-# The same where the model, or its loss, computes in few bits: of eight rows; of more it averages out, to the second.
-_ROUNDED_IN_FEW_BITS = 2e-2, 4e-3
-# Besides: a loss whose rows cancel (advantages whose mean is zero) is all rounding.
-_CANCELLED = {torch.float64: 1e-9, torch.float32: 1e-5}
-_CANCELLED_IN_FEW_BITS = 1e-2
 _UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divisors: one may agree by chance
 
 
@@ -115,23 +108,7 @@ def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
 
 
 def _refuse_if_unlike(step: Step, whole: Tensor, ours: Tensor, summands: Sequence[Tensor]) -> None:
-    """Compare two losses of a batch; the second is the sum of the `summands`, which may cancel."""
-    losses = torch.stack([one.double().reshape(()).to(whole.device) for one in (whole, ours, *summands)])
-    theirs, own, *others = losses.tolist()
-    size = max(abs(theirs), abs(own), sum(map(abs, others)))
-    relative, absolute = _allowed(step, whole)
-    if abs(theirs - own) > relative * size + absolute and size < float("inf"):  # False for nan
-        shown = f"a loss of {theirs:.6g} for the whole batch, and of {own:.6g} for its micro-batches"
-        raise ManyRowsError(shown, abs(theirs - own) / size)
-
-
-def _allowed(step: Step, whole: Tensor) -> tuple[float, float]:
-    """The difference that rounding explains: relative to the loss, and besides."""
-    weights = {parameter.dtype for parameter in step.run.module.parameters() if parameter.is_floating_point()}
-    exact = step.run.precision in ("32-true", "64-true") and weights <= _ROUNDED.keys()
-    if exact and whole.dtype in _ROUNDED:
-        return _ROUNDED[whole.dtype], _CANCELLED[whole.dtype]
-    most, least = _ROUNDED_IN_FEW_BITS
-    if bool(whole == whole.bfloat16()):  # the loss itself was rounded
-        return most, _CANCELLED_IN_FEW_BITS
-    return max(least, most * (8 / max(batch_size(step.batch), 8)) ** 0.5), _CANCELLED_IN_FEW_BITS
+    missed = difference(step, whole, ours, summands)
+    if missed:
+        shown = f"a loss of {float(whole):.6g} for the whole batch, and of {float(ours):.6g} for its micro-batches"
+        raise ManyRowsError(shown, missed)

@@ -8,8 +8,7 @@ bfloat16 is read and written as int16. On an H200, whose memory feeds 240 billio
 than about 100 instructions an element would be bound by instructions; AdamW with kahan takes 58 on sm_90. Hence the
 device's own rounding and its approximate root and quotient (2 in the last place of float32) instead of exact ones.
 
-Multiplications and additions are not fused, so that Kahan's difference is exact and every device agrees. Not
-yet verified on a GPU: compiled for sm_80, sm_90 and sm_120, and run by Triton's interpreter.
+Multiplications and additions are not fused, so that Kahan's difference is exact and every device agrees.
 """
 
 # Type checkers believe that a constexpr parameter takes only constexprs, that a kernel returns nothing and

@@ -28,7 +28,7 @@ class ActivationOffload(LeavesRunBehind, Callback):
     copied to the host while the next block runs, and back while the next block's backward runs. Together with
     ActivationCheckpointing, the saved inputs of its blocks are offloaded. Blocks are found as
     ActivationCheckpointing finds them; models built late, in `configure_model`, are covered too. Everything
-    is restored when fitting ends. Not yet verified on a GPU.
+    is restored when fitting ends.
 
     Args:
         min_bytes: Saved tensors with a smaller storage stay on the device; a size ("1MiB") or a count of

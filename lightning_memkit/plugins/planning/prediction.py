@@ -74,9 +74,9 @@ def predict_memory(
     with the given options: precision, plugins, callbacks, accumulation, clipping. Bytes are those of the
     device's kernels. A few CPU kernels, whose workspaces are not documented, run once on data of that shape
     (64 MiB at most). The GPU need not be present: torch's choices on CUDA are made on the CPU's fake tensors,
-    and its allocator is replayed; not yet verified on a GPU. The steps run in a fork of this process, or on a
-    copy of the module if there are no forks or this process has used an accelerator: the module, its
-    optimizers, random state and files stay unchanged.
+    and its allocator is replayed. The steps run in a fork of this process, or on a copy of the module if there
+    are no forks or this process has used an accelerator: the module, its optimizers, random state and files
+    stay unchanged.
 
     Values that follow from the batch's integers are computed: how many labels count, where documents end.
     Values that only training knows are assumed to be those of a healthy step (finite losses, equally loaded

@@ -38,7 +38,7 @@ class OnDeviceStrategy(SingleDeviceStrategy):
     At most one float32 tensor is staged at a time, and the host holds no copy of the model. The random state
     is saved in every checkpoint. `Trainer(strategy="memkit")` works once this class is imported from
     `lightning_memkit`; the `memkit` command always knows the name. With `MemkitCLI` a model built in
-    `__init__` is built on the device, too. Not yet verified on a GPU.
+    `__init__` is built on the device, too.
 
     Args:
         device: `auto` (the Trainer's accelerator and device), or a device such as `cuda:1`, `mps` or `cpu`.
