@@ -61,8 +61,8 @@ def test_packed_documents_are_documents_alone(
     why = refusal(chosen, tensor, tensor, Documents(cu_seqlens=bounds, causal=causal, window=window))
     if why is not None:
         pytest.skip(str(why))
-    truth = results(lambda *qkv: alone(*qkv, causal, window), torch.float64, device)
-    found = results(lambda *qkv: packed_attention(*qkv, bounds, **options), torch.bfloat16, device)
+    truth = results(lambda q, k, v: alone(q, k, v, causal, window), torch.float64, device)
+    found = results(lambda q, k, v: packed_attention(q, k, v, bounds, **options), torch.bfloat16, device)
     assert len(found) == len(truth) == 4
     for ours, true in zip(found, truth, strict=True):
         assert float((ours.double() - true).abs().max()) <= WORST * float(true.abs().max())
