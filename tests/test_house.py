@@ -56,7 +56,7 @@ GIVEN_SIGNATURES = {
     "attention.hugging_face._attention",
     "loss.head_function.LinearCrossEntropy.forward",
     "loss.lazy_logits._loss",
-    "prediction.persona._attention",
+    "prediction.persona_attention.AttentionChoice.__call__",
 }
 
 
