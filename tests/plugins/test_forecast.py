@@ -1,5 +1,6 @@
 """A MemoryBudget that predicts before it measures, and an automatic policy that what was measured corrects."""
 
+import os
 import re
 from typing import Any
 
@@ -18,7 +19,9 @@ from lightning_memkit import (
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
+from lightning_memkit.planning import budget as planning_budget
 from lightning_memkit.plugins.memory_budget import _forecast, callback
+from lightning_memkit.prediction.devices import DEVICES
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 from tests.plugins.test_prediction import Language, Loader, batch
 
@@ -113,6 +116,28 @@ def test_training_is_the_same_with_a_prediction_and_without(predicting, monkeypa
     monkeypatch.setattr(callback, "foreseen", lambda *_: None)
     second = weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_card_is_that_of_the_run_though_a_fork_finds_none(monkeypatch):
+    """A fork of a process that has used CUDA sees no device: it would predict for the CPU."""
+    here, found = os.getpid(), []
+    monkeypatch.setattr(_forecast, "PAYS_FROM_PARAMETERS", 0)
+    monkeypatch.setattr(
+        planning_budget, "_gpu_here", lambda: DEVICES["h200"] if os.getpid() == here else None
+    )
+
+    def root(strategy: Any) -> torch.device:  # in the fork the CPU's accelerator looks at it
+        return torch.device("cuda" if os.getpid() == here else "cpu")
+
+    def on_a_card(trainer: Trainer, *args: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trainer.strategy), "root_device", property(root))
+            found.append(_forecast.foreseen(trainer, *args))
+
+    monkeypatch.setattr(callback, "foreseen", on_a_card)
+    trained(MemoryBudget("1GiB"))
+    assert found[0] is not None
+    assert min(found[0].peaks.values()) > DEVICES["h200"].library_bytes  # which nothing on the CPU has
 
 
 @pytest.mark.sampled(2)
