@@ -38,8 +38,25 @@ PACKAGES = (
 )
 
 
-def record(report: Report, options: Options, *, seconds: float, on_gpu: bool, folder: Path = RESULTS) -> Path:
-    """Write `<name>[-quick]-<hardware>.json`, whole or not at all, and return its path."""
+def record(
+    report: Report,
+    options: Options,
+    *,
+    seconds: float,
+    on_gpu: bool,
+    folder: Path = RESULTS,
+    program: str = "-m benchmarks",
+) -> Path:
+    """Write `<name>[-quick]-<hardware>.json`, whole or not at all, and return its path.
+
+    Args:
+        report: what was measured.
+        options: how.
+        seconds: what it took.
+        on_gpu: it was a GPU that was measured.
+        folder: where the file goes.
+        program: what Python ran, with this process's arguments.
+    """
     hardware = describe_hardware(on_gpu=on_gpu)
     content = {
         "name": report.name,
@@ -48,7 +65,7 @@ def record(report: Report, options: Options, *, seconds: float, on_gpu: bool, fo
         "figures": checked_figures(report),
         "rows": report.rows,
         "notes": list(report.notes),
-        **provenance(" ".join(["python", "-m", "benchmarks", *sys.argv[1:]]), options, hardware),
+        **provenance(" ".join(["python", program, *sys.argv[1:]]), options, hardware),
         "seconds": round(seconds, 1),
     }
     return write_whole(content, folder)

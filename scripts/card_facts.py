@@ -64,7 +64,9 @@ def main() -> int:
         "other_than_assumed": sum(row.get("as_assumed") is False for row in rows),
     }
     report = Report("card_facts", figures, rows, notes=(versions(),))
-    print(record(report, Options(), seconds=time.monotonic() - began, on_gpu=True, folder=chosen.results))
+    seconds = time.monotonic() - began
+    program, folder = "scripts/card_facts.py", chosen.results
+    print(record(report, Options(), seconds=seconds, on_gpu=True, folder=folder, program=program))
     return 0
 
 
