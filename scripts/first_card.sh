@@ -60,9 +60,10 @@ skip() {
 }
 
 suite() {
-  # pytest-benchmark, where it is installed, warns of workers, and warnings are errors here.
+  # pytest-benchmark, where it is installed, warns of workers, and warnings are errors here. Files keep their order: after
+  # those of the simulated device no fork of a process can run a backward.
   local options=(-q -m "not slow and not gpu" --maxfail 30 -p no:benchmark)
-  [ "$WORKERS" -gt 0 ] && options+=(--numprocesses "$WORKERS" --dist loadfile)
+  [ "$WORKERS" -gt 0 ] && options+=(--numprocesses "$WORKERS" --dist loadfile --no-loadscope-reorder)
   if $DRY_RUN; then options=(-q -m "not slow and not gpu" tests/memory/test_measure.py); fi
   OMP_NUM_THREADS=1 within "$PYTHON" -m pytest "${options[@]}"
 }
