@@ -3,8 +3,8 @@
 A decoder of a billion parameters in bfloat16 with causal flash attention. Each way to treat activations is timed in
 pairs against the same model that keeps them all. A step is zero_grad, forward and backward; an optimizer's step would
 bring every ratio nearer to 1. `host_ms` is the time until the host has launched a step on an idle device: where it
-nears the step's, the device waits. `same_bits` is asked under torch's deterministic algorithms: attention's backward
-adds by atomics otherwise, and no two runs of plain training agree.
+nears the step's, the device waits. `same_bits` is asked with FlashAttention under deterministic algorithms, whose
+backward then adds in one order: by atomics no two runs of plain training agree.
 """
 
 import copy
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks._gpu_device import Peak, host_seconds
 from benchmarks._gpu_rows import GpuRow, Values, at_most, needs_cuda
@@ -193,9 +194,10 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     # cuBLAS is deterministic on one stream, whatever its workspaces; torch wants them configured and would refuse.
+    # Where it only warns, it may go on taking cuDNN's attention.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             warnings.simplefilter("ignore")
             _step(model, x)
     finally:

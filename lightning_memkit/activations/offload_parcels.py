@@ -30,13 +30,13 @@ class Parcel:
     """
 
     def __init__(self, tensor: Tensor, pool: HostPool, lane: Lane) -> None:
+        self._buffer: HostBuffer | None = None
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
         self.modified = False
         self._storage = weakref.ref(storage)
         self._version = tensor._version
         self._pool = pool
-        self._buffer: HostBuffer | None = None
         self._lane = lane
         # The device's side: an alias of the saved tensor, which shares its version counter, or a copy brought
         # back.
@@ -81,7 +81,7 @@ class Parcel:
         return self._storage() is not None and self._version == tensor._version
 
     def park(self) -> None:
-        """Free the device's side. Its memory is reused only after the copy: the device waits, not the host."""
+        """Free the device's side of what was sent. Its memory is reused only after the copy: the device waits."""
         if self._resident is None or self._copied is None:
             return
         self._note_changes()
@@ -102,8 +102,8 @@ class Parcel:
         room = torch.empty(self.nbytes, dtype=torch.uint8, device=lane.device)
         self._stream = _current_stream(lane.device)
         lane.inward.wait_stream(self._stream)
-        if self._copied is not None:
-            lane.inward.wait_event(self._copied)
+        assert self._copied is not None  # only what was sent is parked
+        lane.inward.wait_event(self._copied)
         with lane.inward:
             room.copy_(self._host, non_blocking=True)
         self._copied = lane.inward.record_event()
@@ -114,7 +114,8 @@ class Parcel:
         self.bring()
         self._note_changes()
         assert self._resident is not None
-        if not self._is_original and self._copied is not None:
+        if not self._is_original:
+            assert self._copied is not None
             _current_stream(self._lane.device).wait_event(self._copied)
         return self._resident.untyped_storage()
 

@@ -1,8 +1,8 @@
 """Copies what each block saves to the host, and back one block ahead of its backward.
 
 One run of a block in the forward is a visit. When it ends, the device memory of the previous visit's tensors
-is freed; so the tensors that the backward needs first never leave. Where the pass before ended with a visit, this
-one's tensors are not even copied, unless another visit follows. In the backward, the first use of a
+is freed; so the tensors that the backward needs first never leave. The visit with which the previous pass ended is
+not copied at all in this one, unless another visit follows it. In the backward, the first use of a
 visit's tensors starts the copies of the visit before it.
 """
 

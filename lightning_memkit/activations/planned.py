@@ -116,9 +116,8 @@ class BudgetPlan:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in inputs:
                     saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            return (
-                tensor.detach()
-            )  # itself it would be a cycle, if its node saves it: freed by a backward only
+            # The tensor itself would be a cycle where its own node saves it, which only a backward frees.
+            return tensor.detach()
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = plain(*args, **kwargs)

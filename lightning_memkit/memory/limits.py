@@ -134,8 +134,9 @@ def hard_cap(device: torch.device, budget_bytes: int) -> Undo:
     """Make torch's allocator refuse what exceeds a budget, as a smaller card would; returns the undo.
 
     On CUDA and XPU it sets the process's memory fraction, on Apple's GPUs the high watermark. A lower
-    existing cap stays. On other devices nothing is capped, and the undo does nothing. The context, and
-    libraries that allocate by themselves, are outside the cap.
+    existing cap stays. With `expandable_segments:True` the cap is 20 MiB lower, by which such segments grow. On
+    other devices nothing is capped, and the undo does nothing. The context, and libraries that allocate by
+    themselves, are outside the cap.
 
     Args:
         device: the device whose memory is capped.

@@ -145,12 +145,12 @@ def _rms_norm(
 
 @cache
 def _autocasts_rms_norm() -> bool:
-    """Since torch 2.13 or so."""
+    """Whether autocast on CUDA runs it in float32: torch 2.13 does, 2.11 does not."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 def _log_sigmoid(plain: Callable[..., Tensor], input: Tensor) -> Tensor:
-    """Saves its input alone, as SiLU does: on the CPU it saves a buffer as well."""
+    """An operator of the same sizes: it saves its input alone, as CUDA's does. The CPU's saves a buffer as well."""
     return F.silu(input)
 
 

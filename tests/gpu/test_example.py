@@ -97,6 +97,6 @@ def test_what_is_planned_trains_within_the_budget(device: torch.device) -> None:
     fitted.fit(Language(small), batches(3, 16, sized(512, 32)))
     assert fitted.global_step == 3
     needs_cuda("the allocator's own peak")
-    # Comparisons before the first step leave segments of other sizes: what is reserved comes near the budget.
-    assert torch.cuda.max_memory_allocated(device) == pytest.approx(found.best.taken_bytes, rel=0.15)
+    # Its peak is predicted; the allocator rounds by segments.
+    assert torch.cuda.max_memory_reserved(device) == pytest.approx(found.best.taken_bytes, rel=0.15)
     assert torch.cuda.max_memory_reserved(device) <= budget.bytes()

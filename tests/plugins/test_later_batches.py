@@ -96,7 +96,7 @@ def fitted(
     return seen.after, error
 
 
-def never_wrong(
+def assert_never_wrong(
     loss: Callable[[Net, Batch], Tensor],
     later: Callable[[Batch, torch.Generator], None] = nothing,
     rows: tuple[int, ...] = ROWS,
@@ -204,7 +204,7 @@ def padded(batch: Batch, generator: torch.Generator) -> None:
 def test_data_that_makes_a_loss_another_one(
     loss: Callable[[Net, Batch], Tensor], later: Callable[[Batch, torch.Generator], None]
 ) -> None:
-    never_wrong(loss, later)
+    assert_never_wrong(loss, later)
 
 
 def hard_examples(module: Net, batch: Batch) -> Tensor:
@@ -242,7 +242,7 @@ def plainly_weighed(module: Net, batch: Batch) -> Tensor:
 def test_a_step_that_changes_in_the_middle_of_a_run(
     first: Callable[[Net, Batch], Tensor], then: Callable[[Net, Batch], Tensor]
 ) -> None:
-    never_wrong(lambda module, batch: (first if module.global_step < BENIGN else then)(module, batch))
+    assert_never_wrong(lambda module, batch: (first if module.global_step < BENIGN else then)(module, batch))
 
 
 def by_frequency(module: Net, batch: Batch) -> Tensor:
@@ -265,7 +265,7 @@ def mean_over_users(module: Net, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("loss", [by_frequency, unique_users, mean_over_users])
 def test_rows_with_one_id_among_many(loss: Callable[[Net, Batch], Tensor]) -> None:
     """Of 300 ids, 32 rows share some: five rows that are chosen at random hardly do."""
-    never_wrong(loss, rows=(32, 32, 32))
+    assert_never_wrong(loss, rows=(32, 32, 32))
 
 
 def test_the_traps_spring_without_a_budget() -> None:

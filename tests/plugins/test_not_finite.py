@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memkit import MemoryBudget
+from lightning_memkit import MemoryBudget, PureBF16Precision
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import TokenTagger, loader, trainer, weights
 
@@ -41,10 +41,10 @@ class Skipping(TokenTagger):
             self.skipped.append(batch_idx)
 
 
-def ended(overflows: Any, at: int, *callbacks: Any) -> tuple[Tensor, list[int]]:
+def ended(overflows: Any, at: int, *callbacks: Any, **options: Any) -> tuple[Tensor, list[int]]:
     torch.manual_seed(3)
     module = Skipping(overflows, at)
-    trainer(*callbacks, max_steps=8).fit(module, loader())
+    trainer(*callbacks, max_steps=8, **options).fit(module, loader())
     return weights(module), module.skipped
 
 
@@ -57,3 +57,11 @@ def test_it_is_skipped_as_without_a_budget_and_training_goes_on(name: str, at: i
     ours, skipped_too = ended(OVERFLOWS[name], at, MemoryBudget("1GiB", micro_batch_size=2))
     assert skipped_too == skipped
     assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["a factor", "a nan"])
+def test_also_where_sizes_are_tuned_and_weights_are_in_bfloat16(name: str) -> None:
+    plain, skipped = ended(OVERFLOWS[name], 5, plugins=[PureBF16Precision()])
+    ours, skipped_too = ended(OVERFLOWS[name], 5, MemoryBudget("1GiB"), plugins=[PureBF16Precision()])
+    assert skipped_too == skipped == [5]
+    assert torch.allclose(ours, plain, rtol=2**-7, atol=2**-7)

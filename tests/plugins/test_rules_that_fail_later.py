@@ -60,7 +60,7 @@ def fitted(step: Any, *callbacks: Any, kept: float = 0.8) -> tuple[Net, dict[str
     return module, {name: float(value) for name, value in fit.callback_metrics.items()}
 
 
-def same(step: Any, size: int, **options: Any) -> None:
+def assert_same(step: Any, size: int, **options: Any) -> None:
     whole, of_epoch = fitted(step, **options)
     split, of_epoch_split = fitted(step, MemoryBudget("1GiB", micro_batch_size=size), **options)
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
@@ -92,7 +92,7 @@ SHARED: dict[str, Any] = {
 @pytest.mark.parametrize("step", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("size", [1, 3])
 def test_terms_that_share_their_rows_are_weighed_and_reported_one_by_one(step: Any, size: int) -> None:
-    same(step, size)
+    assert_same(step, size)
 
 
 def number_of_kept(module: Net, batch: Batch, losses: Tensor) -> Any:
@@ -130,7 +130,7 @@ def test_a_returned_number_whose_rule_fails_in_a_later_batch_is_named(
 
 def test_a_returned_number_whose_rule_holds_in_all_micro_batches_is_the_batch_s() -> None:
     """Of three rows each keeps some place, so that no divisor is clamped."""
-    same(background_per_kept, 3)
+    assert_same(background_per_kept, 3)
 
 
 def logs_mean_of_kept(module: Net, batch: Batch, losses: Tensor) -> Any:
@@ -160,7 +160,7 @@ def logs_what_adds_up(module: Net, batch: Batch, losses: Tensor) -> Any:
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 def test_a_rule_that_holds_in_a_later_batch_is_not_doubted(size: int) -> None:
-    same(logs_what_adds_up, size, kept=1.1)
+    assert_same(logs_what_adds_up, size, kept=1.1)
 
 
 def one_by_batch(module: Net, batch: Batch, losses: Tensor) -> Any:
@@ -179,7 +179,7 @@ def seven_by_batch(module: Net, batch: Batch, losses: Tensor) -> Any:
 @pytest.mark.parametrize("step", [one_by_batch, seven_by_batch])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_constant_batch_size_counts_a_batch_once_however_it_is_split(step: Any, size: int) -> None:
-    same(step, size)
+    assert_same(step, size)
 
 
 def positives(module: Net, batch: Batch, losses: Tensor) -> Any:
@@ -202,4 +202,4 @@ def by_image_over_all(module: Net, batch: Batch, losses: Tensor) -> Any:
 @pytest.mark.parametrize("step", [positives, by_image, by_image_over_all])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_term_that_a_micro_batch_lacks_counts_nothing_in_it(step: Any, size: int) -> None:
-    same(step, size)
+    assert_same(step, size)

@@ -56,7 +56,7 @@ def fitted(loss: Any, make: Any, *callbacks: Any) -> Net:
     return module
 
 
-def same(loss: Any, make: Any, **options: Any) -> None:
+def assert_same(loss: Any, make: Any, **options: Any) -> None:
     whole = fitted(loss, make)
     split = fitted(loss, make, MemoryBudget("1GiB", **options))
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
@@ -92,7 +92,7 @@ def masked_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(("loss", "make"), [(aux_loss, with_aux), (masked_loss, with_mask)])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_tensor_that_only_some_batches_have_is_known_by_its_name(loss: Any, make: Any, size: int) -> None:
-    same(loss, make, micro_batch_size=size)
+    assert_same(loss, make, micro_batch_size=size)
 
 
 def unlabelled(index: int, batch: dict[str, Tensor], generator: torch.Generator) -> Any:
