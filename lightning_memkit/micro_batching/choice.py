@@ -188,10 +188,14 @@ class PartsChoice:
         """
         partition, weighing = self._runner.partition, self.weighing
         error = worst_of_ranks(step.run, error)
+        misfit = self._misfits.are_elsewhere(step)
         if last:
             weighing.refuse(verdicts.never_as_foreseen(str(error)))
             self._take_over(step)
-            self.sizing = self._sized(step, None)
+            if misfit:  # of unknown size
+                partition.never_split(self._mismatch)
+            else:
+                self.sizing = self._sized(step, None)
             return
         if is_only_repeated(step, error, partition, self._window):
             return
@@ -199,11 +203,12 @@ class PartsChoice:
             self._window.check(self.weighing.rules, is_unlike=True)
             partition.survey_each_batch()
             return
+        if misfit:
+            partition.fit(misfit)
+            return
         verdict = verdicts.shown_by(error)
         if isinstance(error, UnequalDrawsError):
-            weighing.unproven = (
-                "training_step draws from Python's or NumPy's generators, more often for some rows"
-            )
+            weighing.unproven = verdicts.DRAWS_BY_ROWS
             self._take_over(step)
         elif verdict is not None:
             weighing.refuse(verdict)
@@ -227,15 +232,10 @@ class PartsChoice:
         return torch.OutOfMemoryError(ran_dry(step, self._runner.phase, failure, smallest, why))
 
     @property
-    def _splits_by_itself(self) -> bool:
-        """Whether memkit decides how batches are split and micro-batches weighed."""
-        return self._options.weigh_by == "auto" and self._options.split is None
-
-    @property
     def _runs_whole(self) -> bool:
         """Whether a batch that can't be split may run whole; else the user's size, which splits it, is refused."""
         unproven = bool(self.weighing.unproven)
-        return self._splits_by_itself and (self._options.micro_batch_size == "auto" or unproven)
+        return self._options.is_proven and (self._options.micro_batch_size == "auto" or unproven)
 
     def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
         """The whole batch where it can't be split; else a known size, or the largest that fits."""
@@ -267,20 +267,20 @@ class PartsChoice:
         partition.combine_by(weighing.combination(step.batch), held=weighing.skipped, unlike=weighing.unlike)
         self._window.check(weighing.rules, is_unlike=partition.unlike)
         self._runner.draws = draws = self._trials.draws
-        draws.required = self._splits_by_itself and self._trials.ranks.compares
+        draws.required = self._options.is_proven and self._trials.ranks.compares
         self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
     @property
     def _mismatch(self) -> str:
         """Why the loss can't be split, and the remedy; empty where it can be, or nothing is known."""
-        return why_whole(self.weighing, by_itself=self._splits_by_itself)
+        return why_whole(self.weighing, by_itself=self._options.is_proven)
 
     def _check(self, *, splits: bool) -> None:
         """Refuse to split on a guess; warn where the user insists, and say that batches run whole."""
         text, options = self._mismatch, self._options
         if not text:
             return
-        if not self._splits_by_itself:
+        if not self._options.is_proven:
             if splits:
                 self._warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}")
             return

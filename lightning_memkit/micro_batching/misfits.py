@@ -59,3 +59,8 @@ class Misfits:
             self._known.whole(step, why=misfit)
             step.run.set_gradient_parts(micro_batches)  # measuring has set it to that of a whole batch
         return True
+
+    def are_elsewhere(self, step: Step) -> str:
+        """Why this batch can be probed on no rank, as one rank's can't be split; empty where all ranks' can."""
+        own = self._partition.misfit
+        return (own or "another rank's batch can't be split") if any_rank(step.run, bool(own)) else ""

@@ -28,6 +28,11 @@ class BudgetOptions:
         """The budget less its headroom."""
         return int(self.budget_bytes * (1 - self.headroom))
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether memkit proves how batches are split and weighed; else the user has said it."""
+        return self.weigh_by == "auto" and self.split is None
+
 
 def check_options(
     micro_batch_size: int | str,

@@ -26,6 +26,8 @@ _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
 _WHOLE_AND_FIT = f"keep the batch whole ({_SIZE}; ActivationCheckpointing helps it to fit)"
 
+DRAWS_BY_ROWS = "training_step draws from Python's or NumPy's generators, more often for some rows"
+
 
 def scaled_by(shown: str) -> Verdict:
     """A micro-batch's loss has shown, by a factor, that rows act on each other."""
