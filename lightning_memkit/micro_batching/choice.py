@@ -228,7 +228,7 @@ class PartsChoice:
         """The error to raise when no smaller micro-batch can help."""
         trials = self.sizing.trials if self.sizing is not None else ()
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
-        why = self._runner.partition.unsplittable
+        why = self._runner.partition.why_whole
         return torch.OutOfMemoryError(ran_dry(step, self._runner.phase, failure, smallest, why))
 
     @property

@@ -237,12 +237,13 @@ class Recovery:
         """Restore the state before the step, and halve the micro-batches."""
         self._put_back(step, point)
         free_memory()
-        failed = self._shrink(step, failure)
+        failed, partition = self._shrink(step, failure), self._runner.partition
+        of, into = f"a micro-batch of {failed}", f"in micro-batches of {partition.micro_batch_size}"
+        if partition.keeps_whole:
+            of, into = "the whole batch", "whole"
         step.run.info(
-            f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "
-            f"with a micro-batch of {failed}; "
-            f"the state before the step is restored, and the batch is retried in micro-batches of "
-            f"{self._runner.partition.micro_batch_size} ({failure})"
+            f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} with {of}; the state before "
+            f"the step is restored, and the batch is retried {into} ({failure})"
         )
 
     def _shrink(self, step: Step, failure: str) -> int:

@@ -65,3 +65,21 @@ def test_also_where_sizes_are_tuned_and_weights_are_in_bfloat16(name: str) -> No
     ours, skipped_too = ended(OVERFLOWS[name], 5, MemoryBudget("1GiB"), plugins=[PureBF16Precision()])
     assert skipped_too == skipped == [5]
     assert torch.allclose(ours, plain, rtol=2**-7, atol=2**-7)
+
+
+class Full(Skipping):
+    """Its device is full of the whole batch that is not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.at and len(batch["labels"]) > 4:
+            raise torch.OutOfMemoryError("the device is full")
+        return super().training_step(batch, batch_idx)
+
+
+def test_one_that_does_not_fit_whole_is_said_not_to_be_split() -> None:
+    """It was said that a micro-batch of 1 ran out of memory."""
+    words = "Batch 5 runs out of memory .* and can't be split. As a whole .* its gradients are not finite"
+    with pytest.raises(torch.OutOfMemoryError, match=words):
+        trainer(MemoryBudget("1GiB", micro_batch_size=2), max_steps=8).fit(
+            Full(OVERFLOWS["another function"], 5), loader()
+        )

@@ -167,3 +167,35 @@ def test_batches_of_tensors_without_rows_run_whole(loss: Any, make: Any, kind: s
     with pytest.warns(UserWarning, match=f"not in micro-batches of 3: batch\\['x'\\] is a {kind} tensor"):
         split = fitted(loss, make, MemoryBudget("1GiB", micro_batch_size=3))
     assert torch.equal(weights(split), weights(whole))
+
+
+def full_at_sparse_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if batch["x"].layout == torch.sparse_csr and torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("the device is full")
+    return sparse_loss(net, batch)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_one_that_does_not_fit_is_said_not_to_be_split() -> None:
+    """It was said that a micro-batch of 1 ran out of memory."""
+    words = r"The whole batch runs out of memory .* batch\['x'\] is a sparse_csr tensor"
+    with pytest.raises(RuntimeError, match=words), pytest.warns(UserWarning, match="runs batch 3 whole"):
+        fitted(full_at_sparse_loss, sparse, MemoryBudget("1GiB", micro_batch_size=3))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_one_that_no_longer_fits_is_said_not_to_be_split() -> None:
+    """Batch 4 is no larger than batch 3, so that it is not measured."""
+    words = r"Batch 4 runs out of memory .* and can't be split. batch\['x'\] is a sparse_csr tensor"
+    calls = iter(range(100))  # goes back after the trial of batch 3
+
+    def full_later(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if batch["x"].layout == torch.sparse_csr and next(calls) > 0:
+            raise torch.OutOfMemoryError("the device is full")
+        return sparse_loss(net, batch)
+
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=words),
+        pytest.warns(UserWarning, match="runs batch 3 whole"),
+    ):
+        fitted(full_later, sparse, MemoryBudget("1GiB", micro_batch_size=3))

@@ -179,6 +179,15 @@ class Partition:
         """Whether the batch at hand is not split, whatever its size."""
         return self.whole or self.held or bool(self.misfit)
 
+    @property
+    def why_whole(self) -> str:
+        """Why the batch at hand can't be split; empty where it can."""
+        untold = (
+            "As a whole it has no loss, nothing in it counts, or its gradients are not finite: how its loss splits "
+            "can't be proven."
+        )
+        return self.unsplittable or self.misfit or (untold if self.held else "")
+
     def looks_up(self, batch_idx: int) -> bool:
         """Whether divisors in the whole batch are looked up before it runs, as its micro-batches need them."""
         rules, foretold = self.combination.rules, self.combination.foretold

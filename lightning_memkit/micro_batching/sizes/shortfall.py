@@ -70,28 +70,31 @@ class Needs:
         return self.peak - max(part - kept - activations, step - kept - temporaries)
 
 
-def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05, predicted: str = "") -> str:
+def shortfall(
+    needs: Needs, size: int | None, usable: int, headroom: float = 0.05, predicted: str = ""
+) -> str:
     """The error text: by how much a micro-batch of `size` exceeds the usable bytes, why, and the remedies.
 
-    `predicted` says which configurations were predicted to fit.
+    A `size` of None is a batch that can't be split. `predicted` says which configurations were predicted to fit.
     """
+    what = "The whole batch" if size is None else f"A micro-batch of {size}"
     kept = (
         f"weights {format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
         f"{format_bytes(needs.states)}"
     )
     if needs.part_peak is None:
-        head = f"A micro-batch of {size} runs out of memory on the device itself, besides {kept}."
+        head = f"{what} runs out of memory on the device itself, besides {kept}."
     else:
         peak = max(needs.part_peak, needs.step_peak)
         where = "the optimizer's step" if needs.step_peak > needs.part_peak else "forward and backward"
         rest = max(0, peak - needs.kept)
         head = (
-            f"A micro-batch of {size} needs {format_bytes(peak)} at its peak, {format_bytes(peak - usable)} more "
+            f"{what} needs {format_bytes(peak)} at its peak, {format_bytes(peak - usable)} more "
             f"than the budget's usable {format_bytes(usable)}: {kept}, and {format_bytes(rest)} of activations, "
             f"inputs and temporaries in {where}."
         )
     remedies = _remedies(needs)
-    smaller = ['a smaller micro_batch_size, or "auto"'] if size > 1 else []
+    smaller = ['a smaller micro_batch_size, or "auto"'] if size is not None and size > 1 else []
     larger = [] if needs.part_peak is None else [_larger_budget(needs, headroom)]
     fits = f" {predicted}" if predicted else ""
     return f"{head}{fits} What would help: {'; '.join([*smaller, *remedies, *larger])}."

@@ -256,7 +256,7 @@ def verify_whole(step: Step, trials: Trials, options: BudgetOptions, *, why: str
         peak = _largest_of_ranks(step.run, None if part_peak is None else max(part_peak, step_peak))
         if peak is None or peak > usable:
             needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
-            raise BudgetError(f"{shortfall(needs, 1, usable, options.headroom)} {why}")
+            raise BudgetError(f"{shortfall(needs, None, usable, options.headroom)} {why}")
     return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
 
 
