@@ -290,7 +290,6 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 def storage_is_freed(tensor: Tensor) -> bool:
     """Whether a live tensor's memory was freed, as FSDP does; reading it would crash the process."""
-    return any(
-        tensor.numel() and tensor.device.type != "meta" and not storage.nbytes()
-        for storage in (() if is_traceable_wrapper_subclass(tensor) else storages_of(tensor))
-    )
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return False
+    return bool(not tensor.untyped_storage().nbytes() and tensor.numel() and tensor.device.type != "meta")

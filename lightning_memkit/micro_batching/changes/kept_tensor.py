@@ -182,6 +182,8 @@ class KeptTensor:
 
     def changes(self) -> Iterator[StepChange]:
         """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
+        if self.copy is None and not self.was_copied and self.version is not None and self.is_still:
+            return
         if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
             yield self.place.change()
         if self.was_frozen:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.micro_batching.changes.composition import Left, left_behind
@@ -121,15 +122,19 @@ class Rollback(StateWalk):
         Parameters and buffers count as changed also if they were written to or replaced with equal values.
         """
         self._collect()
-        tensors = {one.place.key for one in self._tensors if any(one.changes())}
-        arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes)))
-        others = {one.place.key for one in (*arrays, *self._long) if any(one.changes())}
+        with (
+            _disable_current_modes()
+        ):  # a trial asks within its modes, which make an operator five times as dear
+            tensors = {one.place.key for one in self._tensors if any(one.changes())}
+            arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes)))
+            others = {one.place.key for one in (*arrays, *self._long) if any(one.changes())}
         return frozenset(tensors) | others | self._lost_before
 
     def changes(self) -> tuple[StepChange, ...]:
         """All values that differ from the snapshot's; and parameters and buffers that were set to equal values."""
         self._collect()
-        found = {change: None for one in (*self._tensors, *self._kept) for change in one.changes()}
+        with _disable_current_modes():
+            found = {change: None for one in (*self._tensors, *self._kept) for change in one.changes()}
         return tuple(found)
 
     def touched(self) -> frozenset[str]:
