@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, Foretelling, Foretold
+from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, Foretelling, Foretold, Shown
 
 
 def part(*numbers: int) -> dict[str, torch.Tensor]:
@@ -33,3 +33,13 @@ def test_a_number_tells_nothing_of_divisors_of_one_before_totals_have_confirmed_
     foretelling = Foretelling([[Foretold(BatchCount("nonzero", "['y']"), 1.0)]])
     assert foretelling.count_of(0, part(0, 0), 1.0) is None
     assert foretelling.total(0, part(0, 3)) == 1
+
+
+def test_a_term_of_zero_counts_once_three_looks_have_shown_it_and_none_the_contrary() -> None:
+    foretelling = Foretelling([[]])
+    for _ in range(3):
+        assert foretelling.doubts_zeros(0)
+        foretelling.confirm_zeros(0, Shown.OWN)
+    assert not foretelling.doubts_zeros(0)
+    foretelling.confirm_zeros(0, Shown.KEPT)
+    assert foretelling.doubts_zeros(0)

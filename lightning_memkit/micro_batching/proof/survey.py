@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_memkit.micro_batching import SplittableBatch
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
@@ -57,14 +57,15 @@ class Surveys:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
         told, state = partition.combination.foretold, partition.combination.state
-        found = self._lone_counts(step, partition, rules)
+        found, zeros = self._lone_counts(step, partition, rules), set[int]()
         with self._trials.no_trace(step, *cut.parts):
             self._trials.draws.begin()
             if state is not None:
                 state.begin()
-            for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
+            for counts, lone, _, empty in self._each_counted(step, cut.parts, partition, rules):
                 found.counts.append(counts)
                 found.lone.append(lone)
+                zeros.update(lone & empty)
             while any_rank(self._run, bool(found.looks())):
                 asked = found.looks()
                 self._look(step, cut, partition, found)
@@ -80,6 +81,8 @@ class Surveys:
                 told.confirm_sum(index, shown)
             else:
                 told.confirm(index, step.batch, totals[index], shown)
+                if index in zeros:
+                    told.confirm_zeros(index, shown)
         if found.unproven and not self._has_warned:
             self._has_warned = True
             warnings.warn(_TAKEN_FOR_A_SUM, stacklevel=2)
@@ -119,7 +122,7 @@ class Surveys:
         try:
             saved = nullcontext() if self._differentiates else saving_shapes_only()
             with self._trials.within_budget(step) or nullcontext(), saved:
-                for index, (_, _, told) in enumerate(self._each_counted(step, rows, partition, rules)):
+                for index, (_, _, told, _) in enumerate(self._each_counted(step, rows, partition, rules)):
                     found.learn(looks[index], told)
         except Exception as error:
             # Two micro-batches may need too much memory, or the step may fail on them. On several ranks the
@@ -133,8 +136,8 @@ class Surveys:
 
     def _each_counted(
         self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
-    ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
-        """For each micro-batch: the terms' counts, the lone terms, and the result of `looked_at`."""
+    ) -> Iterator["_Counted"]:
+        """What each micro-batch counts."""
         combination = partition.combination
         least = [one_row(step.batch)]  # for ranks that have nothing to run while others do
         for index in range(self._trials.ranks.most_parts(len(parts))):
@@ -150,9 +153,7 @@ class Surveys:
             if index < len(parts):
                 yield found
 
-    def _counted(
-        self, step: Step, part: Any, rules: LossRules, foretold: Foretelling
-    ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
+    def _counted(self, step: Step, part: Any, rules: LossRules, foretold: Foretelling) -> "_Counted":
         if self._trials.draws.proven:
             self._trials.draws.restore()
         with TermValues() as noted:
@@ -160,15 +161,32 @@ class Surveys:
         self._differentiates = self._differentiates or noted.differentiates
         if loss is None:
             nothing = (0.0,) * len(rules.rules)
-            return nothing, frozenset(), nothing
+            return _Counted(nothing, frozenset(), nothing, frozenset())
         reading = rules.read(terms_of(loss))
         own = list(rules.counts(reading, loss, noted.values))
-        least = least_divisors(rules, reading, foretold, part)
+        least = least_divisors(rules, reading, foretold, part, own)
+        zeros = frozenset(index for index, count in enumerate(own) if not count)
         for index in least.lone:
             own[index] = reading.divisors[index]
         for index, count in least.counts.items():
             own[index] = count
-        return tuple(own), least.lone, looked_at(rules, reading, own)
+        return _Counted(tuple(own), least.lone, looked_at(rules, reading, own), zeros)
+
+
+class _Counted(NamedTuple):
+    """What a micro-batch counts.
+
+    Attributes:
+        counts: of each term.
+        lone: the terms that are to be looked up.
+        looked_at: the result of `looked_at`, for a look.
+        zeros: the terms whose value is exactly zero.
+    """
+
+    counts: tuple[float, ...]
+    lone: frozenset[int]
+    looked_at: tuple[float, ...]
+    zeros: frozenset[int]
 
 
 def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:

@@ -73,6 +73,7 @@ class Foretelling:
         self._looked_up = [0] * len(ways)  # those of them that were looked up
         self._sums = [_Looks() for _ in ways]  # at terms that seem to be sums
         self._least = [_Looks() for _ in ways]  # at the least divisors of means
+        self._zeros = [_Looks() for _ in ways]  # at micro-batches whose term is zero
 
     def learn(
         self,
@@ -170,6 +171,16 @@ class Foretelling:
         known = index < len(self.ways) and self.ways[index]
         confirmed = self._looked_up if is_one else self._confirmed
         return not known or confirmed[index] < _CONFIRMED
+
+    def doubts_zeros(self, index: int) -> bool:
+        """Whether a term of value zero may count nothing, whatever the numbers of the batch tell."""
+        looks = self._zeros[index] if index < len(self._zeros) else _Looks()
+        return looks.is_kept or looks.agreed < _CONFIRMED
+
+    def confirm_zeros(self, index: int, shown: Shown) -> None:
+        """Record what a look showed in whose batch a micro-batch's term was zero."""
+        if index < len(self._zeros):
+            self._zeros[index].learn(shown)
 
     def is_constant(self, index: int) -> bool:
         """Whether the divisor of a term that seems a sum equalled its batch's so often that looks can end."""

@@ -27,10 +27,24 @@ class LeastDivisors(NamedTuple):
     counts: dict[int, float]
 
 
-def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> LeastDivisors:
+def least_divisors(
+    rules: LossRules,
+    reading: Reading,
+    told: Foretelling | None,
+    part: Any,
+    own: Sequence[float] | None = None,
+) -> LeastDivisors:
     """Find the terms of a micro-batch whose divisor is either a count or clamped (to avoid a zero, mostly).
 
-    A term's value does not tell which: a row beyond its margin has a loss of zero, and counts.
+    A term's value does not tell which: a row beyond its margin has a loss of zero, and counts. Yet a number of the
+    batch is not believed against a value of zero before looks have shown that such rows count.
+
+    Args:
+        rules: how the loss's terms add up.
+        reading: the terms of the micro-batch's loss.
+        told: tells counts from clamped divisors.
+        part: the micro-batch.
+        own: what each term counts by `LossRules.counts`: 0 for a value of exactly zero; None to believe the batch.
     """
     lone, counts = set[int](), dict[int, float]()
     for index, rule in enumerate(rules.rules if told is not None else ()):
@@ -47,7 +61,8 @@ def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None,
             if not is_one and not (is_own and told.may_be_kept(index, abs(divisor))):
                 continue
             count = told.count_of(index, part, divisor, is_one=is_one)
-            if count is None:
+            is_zero = own is not None and not own[index]
+            if count is None or (count and is_zero and told.doubts_zeros(index)):
                 lone.add(index)
             else:
                 counts[index] = count

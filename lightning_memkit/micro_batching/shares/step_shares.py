@@ -113,11 +113,11 @@ class StepShares:
             self._factors = reading.factors
         elif not same_factors(self._factors, reading.factors, loss.dtype):
             raise VaryingFactorError(VARYING_FACTOR)
-        least = least_divisors(self.rules, reading, foretelling, part)
+        own = self.rules.counts(reading, loss, values)
+        least = least_divisors(self.rules, reading, foretelling, part, own)
         if least.lone and self.looked_up is None:
             raise LoneCountError
         self._divisors.compare(reading, loss.dtype, foretelling, least.lone)
-        own = self.rules.counts(reading, loss, values)
         counts = list(own)
         for index in {*least.lone, *least.counts} & set(self.rules.means):
             counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
