@@ -40,6 +40,7 @@ from lightning_memkit.utilities.generators import another_seed
 # Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
 # is handed out in copies.
 _CHANGED_IN_PARTS = ("batch_statistics", "batch", "generator")
+_OTHER_SEEDS = 6  # a dropout of few numbers draws the same mask now and then
 
 
 class RowTrials:
@@ -146,14 +147,15 @@ class RowTrials:
         """Whether random numbers alone may explain a difference, so that noise must be removed or shared."""
         if outcome.is_random:
             return True
-        self._runs.hand_out(None)
-        other = self._runs.together(
-            partial(
-                self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=another_seed()
-            )
-        )
-        incomplete = self._runs.draws is not None and not self._runs.draws.complete
-        return any_rank(self._runs.step.run, incomplete or outcome.comparison.differs(other))
+        runs = self._runs
+        for further in range(_OTHER_SEEDS):
+            runs.hand_out(None)
+            of_rows = partial(runs.trials.gradient_of, runs.step, runs.rows.whole)
+            other = runs.together(partial(of_rows, seed=(another_seed() + further) % 2**32))
+            incomplete = runs.draws is not None and not runs.draws.complete
+            if any_rank(runs.step.run, incomplete or outcome.comparison.differs(other)):
+                return True
+        return False
 
     def dependence(self, outcome: ComparisonOutcome) -> Verdict | None:
         """The verdict if the second micro-batch's gradient depends on the first having run; else None."""
