@@ -1,4 +1,4 @@
-"""Dropout of few numbers: two seeds draw the same mask now and then, and noise looks like rows that act on each other."""
+"""Dropout of few numbers: two seeds draw the same mask now and then, which is no proof against noise."""
 
 from typing import Any
 

@@ -46,9 +46,9 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(loss: Any, make: Any, *callbacks: Any) -> Net:
+def fitted(loss: Any, make: Any, *callbacks: Any, kind: Any = Net) -> Any:
     torch.manual_seed(0)
-    module = Net(loss).double()
+    module = kind(loss).double()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(many workers|have no length|infer the `batch_size`).*")
         fit = trainer(*callbacks, max_epochs=1, max_steps=-1)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -188,6 +189,13 @@ class Rollback(StateWalk):
                     self._lost_before.add(one.place.key)
                 one.version = None
         return changed | {one.place.key for one in self._uncopied() if any(one.changes())}
+
+    def put_batch_back(self) -> None:
+        """Write into the batch what it held before the step has changed it in place, as far as that was copied."""
+        for one in self._tensors[: self._of_step[0]]:
+            if one.place.kind == "batch" and one.copy is not None and one.was_written:
+                with torch.no_grad():
+                    one.tensor.copy_(one.copy)
 
     def _uncopied(self) -> list[KeptLength | KeptSample]:
         """The snapshots of long containers whose items were not copied, and of large arrays."""

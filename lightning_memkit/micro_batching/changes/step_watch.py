@@ -45,6 +45,11 @@ class StepWatch:
         self._changing = set()
         self._rollback, self._before, self.looked_at = rollback, frozenset(), frozenset()
 
+    def put_batch_back(self) -> None:
+        """Write into the batch what it held before the step, whose micro-batches may be views of it."""
+        if self._rollback is not None:
+            self._rollback.put_batch_back()
+
     def begin(self) -> None:
         """Its micro-batches begin: what hooks or an optimizer have changed before is not theirs."""
         self._before = self.touched()

@@ -136,7 +136,7 @@ class Surveys:
 
     def _each_counted(
         self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
-    ) -> Iterator["_Counted"]:
+    ) -> Iterator["_PartCounts"]:
         """What each micro-batch counts."""
         combination = partition.combination
         least = [one_row(step.batch)]  # for ranks that have nothing to run while others do
@@ -153,7 +153,7 @@ class Surveys:
             if index < len(parts):
                 yield found
 
-    def _counted(self, step: Step, part: Any, rules: LossRules, foretold: Foretelling) -> "_Counted":
+    def _counted(self, step: Step, part: Any, rules: LossRules, foretold: Foretelling) -> "_PartCounts":
         if self._trials.draws.proven:
             self._trials.draws.restore()
         with TermValues() as noted:
@@ -161,7 +161,7 @@ class Surveys:
         self._differentiates = self._differentiates or noted.differentiates
         if loss is None:
             nothing = (0.0,) * len(rules.rules)
-            return _Counted(nothing, frozenset(), nothing, frozenset())
+            return _PartCounts(nothing, frozenset(), nothing, frozenset())
         reading = rules.read(terms_of(loss))
         own = list(rules.counts(reading, loss, noted.values))
         least = least_divisors(rules, reading, foretold, part, own)
@@ -170,10 +170,10 @@ class Surveys:
             own[index] = reading.divisors[index]
         for index, count in least.counts.items():
             own[index] = count
-        return _Counted(tuple(own), least.lone, looked_at(rules, reading, own), zeros)
+        return _PartCounts(tuple(own), least.lone, looked_at(rules, reading, own), zeros)
 
 
-class _Counted(NamedTuple):
+class _PartCounts(NamedTuple):
     """What a micro-batch counts.
 
     Attributes:

@@ -88,7 +88,7 @@ class Trials:
             step: the current step.
             parts: the batches that it will run on, besides the step's own.
             seen: watch what it writes to even if that makes compiled functions run eagerly.
-            after_backward: the gradients are the step's own and must be kept.
+            after_backward: the gradients are the step's own and kept, and the batch is as before its step.
         """
         unwatched = self._has_watched and self._sees_too_little() and not seen
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
@@ -106,6 +106,8 @@ class Trials:
                     torch.enable_grad(),
                     nullcontext() if unwatched else rollback.watching(),
                 ):
+                    if after_backward:
+                        self.watch.put_batch_back()
                     yield logged
             finally:
                 self.changing |= rollback.changed()
@@ -115,9 +117,8 @@ class Trials:
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
-        batches, beside = [step.batch, *parts], step.run.changed_beside()
-        apart = step.run.steppers(step)
-        return Rollback(self._module, changing, batches=batches, beside=beside, apart=apart)
+        beside, apart = step.run.changed_beside(), step.run.steppers(step)
+        return Rollback(self._module, changing, batches=[step.batch, *parts], beside=beside, apart=apart)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None
@@ -162,18 +163,18 @@ class Trials:
 
     def loss_of(self, step: Step, batch: Any) -> float | None:
         """The loss of a batch; None if the step fails on it or returns None."""
-        losses: list[float] = []
+        losses = list[float]()
 
         def look(loss: Tensor) -> Tensor:
             losses.append(float(loss.detach()))
             return loss
 
-        with self.no_trace(step, batch, seen=True):
-            try:
-                self.run(step, batch, self._limit(step), look)
-            except Exception:  # a single row need not run; several rows are tried elsewhere
-                return None
-        return losses[0] if losses else None
+        with self.no_trace(step, batch, seen=True), suppress(Exception):
+            self.run(
+                step, batch, self._limit(step), look
+            )  # a single row need not run; several are tried elsewhere
+            return losses[0] if losses else None
+        return None
 
     def values_of(self, step: Step, batch: Any, *, gradient: bool) -> TrialValues:
         """What a step logs and returns for some rows, by a forward after the batch's backward.
@@ -218,8 +219,9 @@ class Trials:
         if self._budget_bytes is None or device.type != "cpu":
             return None
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
-        held += states_on(device, local_optimizer(step.optimizer))
-        return peak_meter(device, held, self._budget_bytes)
+        return peak_meter(
+            device, held + states_on(device, local_optimizer(step.optimizer)), self._budget_bytes
+        )
 
     def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""
