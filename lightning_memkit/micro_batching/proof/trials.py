@@ -63,8 +63,7 @@ class Trials:
         self.changes: tuple[StepChange, ...] = ()
         self.read: dict[StepChange, None] = {}
         self.logged, self.handed_on = list[dict[str, Any]](), list[str]()
-        self.returned: dict[str, Any] = {}
-        self.values: dict[tuple[Any, int], Tensor] = {}
+        self.returned, self.values = dict[str, Any](), dict[tuple[Any, int], Tensor]()
         self.capture: Callable[[], Any] | None = None
         self.captured, self.drawn, self.draws = _NOTHING, _NOTHING, EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
@@ -154,11 +153,11 @@ class Trials:
             self.adds_up |= any(leaf.grad is not None for leaf in in_no_optimizer(step, self._leaves))
             self.captured = None if self.capture is None else self.capture()
             self.drawn = self.draws.drawn()
-            returned, values = self.returned, self.values
+            own = self.returned, self.values
             self.watch.seen(self._rollback)
             self._noted.note(step, batch, self._rollback, self.logged)
             self.changes += tuple(self.read)
-            self.returned, self.values = returned, values  # not those of further steps, which `note` runs
+            self.returned, self.values = own  # not those of further steps, which `note` runs
             return gradient
 
     def loss_of(self, step: Step, batch: Any) -> float | None:
@@ -219,9 +218,8 @@ class Trials:
         if self._budget_bytes is None or device.type != "cpu":
             return None
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
-        return peak_meter(
-            device, held + states_on(device, local_optimizer(step.optimizer)), self._budget_bytes
-        )
+        held += states_on(device, local_optimizer(step.optimizer))
+        return peak_meter(device, held, self._budget_bytes)
 
     def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""
