@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 
 @dataclass(frozen=True)
-class Reader:
+class GradientReader:
     """Code that may use released gradients: its name, and what to write instead."""
 
     name: str
@@ -27,12 +27,12 @@ class SpentGradient(Tensor):
     It may be replaced by None, as `zero_grad` does. Setting it to zero is noted, and its metadata may be read.
     """
 
-    reader: Reader
+    reader: GradientReader
     of_shape: tuple[int, ...]
     is_zeroed: bool
 
     @staticmethod
-    def __new__(cls, parameter: Parameter, reader: Reader) -> "SpentGradient":
+    def __new__(cls, parameter: Parameter, reader: GradientReader) -> "SpentGradient":
         """A stand-in of a parameter's gradient."""
         made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
@@ -91,7 +91,7 @@ class SpentGradients:
     """
 
     def __init__(self) -> None:
-        self.reader: Reader | None = None
+        self.reader: GradientReader | None = None
         self.between = ""
         self._stepped: dict[int, tuple[Parameter, int]] = {}  # with the version that the step left, by id
         self._previous: dict[int, tuple[Parameter, int]] = {}  # those of the last whole step
@@ -110,7 +110,7 @@ class SpentGradients:
         for parameter in parameters:
             self._stepped[id(parameter)] = parameter, parameter._version
 
-    def place(self, reader: Reader) -> None:
+    def place(self, reader: GradientReader) -> None:
         """Leave stand-ins for the gradients of this step: `reader` runs next."""
         self._place([parameter for parameter, _ in self._stepped.values()], reader)
 
@@ -149,7 +149,7 @@ class SpentGradients:
         """Gradients are zeroed here: those of the step before would not be alive any longer."""
         self._previous = {}
 
-    def expect_zeroing(self, zeroes: Reader, optimized: Container[int]) -> None:
+    def expect_zeroing(self, zeroes: GradientReader, optimized: Container[int]) -> None:
         """Leave stand-ins that `zeroes`, which runs next, has to remove.
 
         Args:
@@ -201,7 +201,7 @@ class SpentGradients:
                 "used and dropped; step once for each backward, or don't release gradients."
             )
 
-    def _place(self, parameters: list[Parameter], reader: Reader) -> None:
+    def _place(self, parameters: list[Parameter], reader: GradientReader) -> None:
         for parameter in parameters:
             parameter.grad = SpentGradient(parameter, reader)
         self._with_stand_in += parameters

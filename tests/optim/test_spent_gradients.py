@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.optim.spent_gradients import Reader, SpentGradient, SpentGradients
+from lightning_memkit.optim.spent_gradients import GradientReader, SpentGradient, SpentGradients
 
-READER = Reader("Own.optimizer_step", "clip elsewhere")
+READER = GradientReader("Own.optimizer_step", "clip elsewhere")
 
 
 def parameter_with_stand_in(**options: Any) -> nn.Parameter:

@@ -8,7 +8,7 @@ from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.gradient_release import Release
-from lightning_memkit.optim.spent_gradients import Reader
+from lightning_memkit.optim.spent_gradients import GradientReader
 
 INSTEAD = (
     "clip with Trainer(gradient_clip_val=...), change gradients in a tensor hook (parameter.register_hook) or by "
@@ -77,7 +77,7 @@ class ReleasedStep:
             )
 
 
-def zeroing_of(module: LightningModule, optimizer: Optimizer) -> Reader | None:
+def zeroing_of(module: LightningModule, optimizer: Optimizer) -> GradientReader | None:
     """The user's own code that zeroes gradients; None if torch's does."""
     remedy = "let it call optimizer.zero_grad() in every batch"
     for owner, name, stock in (
@@ -85,5 +85,5 @@ def zeroing_of(module: LightningModule, optimizer: Optimizer) -> Reader | None:
         (optimizer, "zero_grad", Optimizer.zero_grad),
     ):
         if getattr(getattr(owner, name), "__func__", None) is not stock:
-            return Reader(f"{type(owner).__name__}.{name}", remedy)
+            return GradientReader(f"{type(owner).__name__}.{name}", remedy)
     return None

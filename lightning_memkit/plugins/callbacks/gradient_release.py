@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, Release, release_gradients, release_of
-from lightning_memkit.optim.spent_gradients import Reader
+from lightning_memkit.optim.spent_gradients import GradientReader
 from lightning_memkit.plugins.asked import budgets_among, callbacks_of
 from lightning_memkit.plugins.callbacks._release_checks import (
     between_backward_and_step,
@@ -126,7 +126,7 @@ class GradientRelease(LeavesRunBehind, Callback):
             return
         release.spent.refuse_unzeroed()
         if is_overridden("backward", pl_module):
-            release.spent.reader = Reader(f"{type(pl_module).__name__}.backward", INSTEAD)
+            release.spent.reader = GradientReader(f"{type(pl_module).__name__}.backward", INSTEAD)
         release.attach()
         release.run_last()
         release.clip_value = None
@@ -151,7 +151,7 @@ class GradientRelease(LeavesRunBehind, Callback):
         release.spent.reader = None
         release.spent.remove()
         if (name := step.runs_before_step(pl_module)) is not None:
-            release.spent.place(Reader(name, INSTEAD))
+            release.spent.place(GradientReader(name, INSTEAD))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
