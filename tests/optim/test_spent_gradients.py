@@ -24,7 +24,7 @@ USES: dict[str, Callable[[nn.Parameter], object]] = {
     "norm": lambda p: p.grad.norm(),  # pyright: ignore[reportOptionalMemberAccess]
     "data": lambda p: p.grad.data,  # pyright: ignore[reportOptionalMemberAccess]
     "in place": lambda p: p.grad.mul_(2),  # pyright: ignore[reportOptionalMemberAccess]
-    "operator": lambda p: 2 * p.grad,  # pyright: ignore[reportOptionalOperand]
+    "operator": lambda p: 2 * p.grad,  # pyright: ignore
     "clip": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
     "clip by value": lambda p: nn.utils.clip_grad_value_([p], 1.0),
     "total": lambda p: nn.utils.get_total_norm([p.grad]),  # pyright: ignore[reportArgumentType]
