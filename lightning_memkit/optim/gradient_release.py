@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.gradient_hooks import GradientHooks
 from lightning_memkit.optim.methods import give_step_back, living, replaced_step, stock_step
 from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots
@@ -27,9 +27,10 @@ from lightning_memkit.optim.release_checks import (
     refuse_changed_options,
     refuse_gradient,
     refuse_unreleasable,
-    second_gradient_error,
 )
+from lightning_memkit.optim.release_norms import refuse_unmeasured, total_of
 from lightning_memkit.optim.shadow import ShadowEngine
+from lightning_memkit.optim.spent_gradients import SpentGradients, second_gradient_error
 
 BUNDLE_BYTES = 1 << 20
 _MARK = "_memkit_release"
@@ -45,6 +46,7 @@ class Release:
         clip_value: gradients are clipped to ``[-clip_value, clip_value]`` before use; None for no clipping.
         records_norm: whether `last_norm` is recorded, at the cost of reading each gradient once more.
         last_norm: the norm of the last step's gradients, before clipping.
+        spent: what was stepped and dropped, and what stands in its place.
     """
 
     def __init__(self, optimizer: Optimizer, bundle_bytes: int) -> None:
@@ -52,12 +54,13 @@ class Release:
         self.clip_value: float | None = None
         self.records_norm = False
         self.last_norm: Tensor | None = None
+        self.spent = SpentGradients()
         self._optimizer = ref(optimizer)  # weak, since the optimizer owns its release
         self._bundle_bytes = bundle_bytes
         self._compensation = compensation_of(optimizer)
         self._plain = ShadowEngine.plain()
         self._lock = threading.RLock()  # autograd runs one thread for each device
-        self._hooks: dict[Parameter, RemovableHandle] = {}
+        self._hooks = GradientHooks(self._on_gradient)
         self._measured: dict[Parameter, Tensor] | None = None  # not None while norms are measured
         self._forget_step()
         self._previous_step = optimizer.__dict__.get("step")
@@ -88,12 +91,11 @@ class Release:
         """Hook parameters that were added or unfrozen since; every step does so when it ends."""
         if not self._active:  # a scheduler's wrapper keeps our step in use after the undo
             return
-        known = set(map(id, self._hooks))
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known and parameter.requires_grad:
-                    hook = _hook_of(ref(self))
-                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        self._hooks.attach(self.optimizer)
+
+    def run_last(self) -> None:
+        """Let hooks that were added to parameters since see and change a gradient before it is used."""
+        self._hooks.put_last()
 
     def undo(self) -> None:
         """Restore the optimizer's step; a step under way is dropped, and the parameters already stepped stay so."""
@@ -103,13 +105,11 @@ class Release:
         self.clip_value, self.records_norm = None, False
         self._abandon()
         self._load_hook.remove()
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        optimizer = self.optimizer
-        optimizer.__dict__.pop(_MARK, None)
-        if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
-            give_step_back(optimizer, self._previous_step)
+        self._hooks.remove()
+        own = getattr(self._optimizer(), "__dict__", {})  # empty if the optimizer was exchanged and is gone
+        own.pop(_MARK, None)
+        if getattr(own.get("step"), _MARK, None) is self:
+            give_step_back(self.optimizer, self._previous_step)
 
     def measured_norm(self, backward: Callable[[], object]) -> Tensor:
         """The norm of the gradients of a backward, each freed at once; bitwise that of `clip_grad_norm_`.
@@ -124,9 +124,10 @@ class Release:
         try:
             self.attach()
             backward()
-            return self._total(self._measured)
+            return total_of(self._measured, self.optimizer)
         finally:
             self._measured = None
+            self.spent.remove()
 
     def clip_next_step(self, max_norm: float, norm: Tensor) -> None:
         """Scale the next step's gradients as `clip_grad_norm_` would if their norm were ``norm``."""
@@ -147,14 +148,14 @@ class Release:
             refuse_gradient(parameter, gradient)
             if measured is not None:
                 if parameter in measured:
-                    raise second_gradient_error(parameter)
+                    raise second_gradient_error(parameter.shape)
                 with torch.no_grad():
                     measured[parameter] = get_total_norm([gradient])
-                parameter.grad = None
+                self.spent.drop(parameter)
                 return
             identity = id(parameter)
             if identity in self._taken:
-                raise second_gradient_error(parameter)
+                raise second_gradient_error(parameter.shape)
             self._open_step()
             if identity not in self._slots:  # the optimizer no longer has it
                 return
@@ -200,32 +201,35 @@ class Release:
         # Kernels and optimizers that write through `.data` leave the version counter as it was; autograd must
         # notice the change where it still needs the old weight.
         torch.autograd.graph.increment_version(ready)
+        if self.mode == "step":
+            self.spent.note(ready)
         for parameter in ready:
-            parameter.grad = None
+            self.spent.drop(parameter)
         self._options = options_of(self.optimizer)
         self._waiting, self._waiting_bytes = [], 0
 
     def _finish(self) -> None:
         """Step the remaining parameters that have gradients, and end the step."""
+        self.spent.remove()
         step, optimizer = self._open_step(), self.optimizer
         if self.parameters_stepped:
             refuse_changed_options(optimizer, self._options)
+            self.spent.refuse_changed()
+        self.spent.refuse_zeros()
         left = [slot.parameter for slot in self._slots.values() if slot.parameter.grad is not None]
         waiting = set(map(id, self._waiting))
         others = [parameter for parameter in left if id(parameter) not in waiting]
         for parameter in others:
             if id(parameter) in self._taken:
-                raise second_gradient_error(parameter)
-        if self._clip is not None and others:
-            raise RuntimeError(
-                f"{len(others)} parameters got their gradients outside of the backward that was measured, so the norm "
-                "to clip by does not count them; clip by value, or don't release gradients."
-            )
+                raise second_gradient_error(parameter.shape)
+        if self._clip is not None:
+            refuse_unmeasured(others)
         if left:
             self._advance(left)
         step.finish()
         if self.records_norm:
-            self.last_norm = self._total(self._norms) if self._norms else self.last_norm
+            self.last_norm = total_of(self._norms, optimizer) if self._norms else self.last_norm
+        self.spent.end_step()
         self._forget_step()
         self.attach()
 
@@ -242,26 +246,10 @@ class Release:
 
     def _abandon(self) -> None:
         """Drop the step under way: the next one starts from other weights."""
-        if self._open is not None:
+        if self._open is not None and self._optimizer() is not None:
             self._engine_and_step()[0].rounding.end_step()
+        self.spent.forget_step()
         self._forget_step()
-
-    def _total(self, norms: dict[Parameter, Tensor]) -> Tensor:
-        # A scalar's norm is its magnitude: torch combines the norms in the groups that it makes of gradients.
-        total = get_total_norm(
-            [norms[slot.parameter] for slot in slots(self.optimizer) if slot.parameter in norms]
-        )
-        whole: Any = getattr(total, "full_tensor", None)  # a DTensor is reduced over ranks
-        return total if whole is None else whole()
-
-
-def _hook_of(release: "ref[Release]") -> Callable[[Parameter], None]:
-    def hook(parameter: Parameter) -> None:
-        alive = release()
-        if alive is not None:
-            alive._on_gradient(parameter)
-
-    return hook
 
 
 def release_gradients(optimizer: Optimizer, *, bundle_bytes: int = BUNDLE_BYTES) -> Release:

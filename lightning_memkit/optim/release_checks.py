@@ -44,16 +44,6 @@ def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
         )
 
 
-def second_gradient_error(parameter: Parameter) -> RuntimeError:
-    """The error for a parameter that gets a second gradient in one step: released gradients can't accumulate."""
-    return RuntimeError(
-        f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
-        "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "
-        "backward (accumulate_grad_batches=1, one micro-batch a step), or don't release gradients. After an "
-        "error within a backward, load a checkpoint: part of the weights are stepped."
-    )
-
-
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The plain values (numbers, flags, strings) of each group."""
     plain = (int, float, str, tuple, type(None))

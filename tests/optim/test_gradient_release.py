@@ -549,3 +549,44 @@ def test_compensating_after_the_release_is_refused():
     compensate(optimizer)
     with pytest.raises(RuntimeError, match=r"compensate\(optimizer\) first"):
         net(tokens_of(0)).backward()
+
+
+@pytest.mark.parametrize("change", [lambda p: p.mul_(0.9), lambda p: p.copy_(torch.zeros_like(p))])
+def test_weights_that_change_between_backward_and_step_are_refused(change):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release_gradients(optimizer, bundle_bytes=0)
+    net(tokens_of(0)).backward()
+    with torch.no_grad():
+        change(net.body[2].weight)
+    with pytest.raises(RuntimeError, match=r"shape \(12, 12\) was changed between backward and step"):
+        optimizer.step()
+
+
+def test_weights_may_change_while_their_gradients_wait():
+    torch.manual_seed(0)
+    first, found = Net(), []
+    for net, releases in ((copy.deepcopy(first), False), (first, True)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        if releases:
+            release_gradients(optimizer, bundle_bytes=1 << 20)
+        net(tokens_of(0)).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.9)
+        optimizer.step()
+        found.append(all_tensors(optimizer))
+    assert_same_bits(*found)
+
+
+def test_the_undo_of_an_optimizer_that_is_gone():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = release_gradients(optimizer, bundle_bytes=0)
+    net(tokens_of(0)).backward()
+    del optimizer
+    gc.collect()
+    release.undo()
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())  # pyright: ignore
+    net(tokens_of(1)).backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())

@@ -1,26 +1,31 @@
 """The Lightning adapter of `release_gradients`."""
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size
-from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, Release, release_gradients
+from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, Release, release_gradients, release_of
+from lightning_memkit.optim.spent_gradients import GradientReader
 from lightning_memkit.plugins.asked import budgets_among, callbacks_of
+from lightning_memkit.plugins.callbacks._release_checks import (
+    between_backward_and_step,
+    check_setup,
+    warn_of_the_blind,
+    warn_of_the_late,
+)
+from lightning_memkit.plugins.callbacks._released_step import INSTEAD, ReleasedStep, zeroing_of
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 
 Clipping = Literal["exact", "previous"]
-_SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 class GradientRelease(LeavesRunBehind, Callback):
@@ -47,7 +52,7 @@ class GradientRelease(LeavesRunBehind, Callback):
     """
 
     plan_column = "gradients"
-    of_run = {"_release": nothing, "_undo_clipping": lambda: nothing}
+    of_run = {"_release": nothing, "_step": nothing}
 
     sees_micro_batches = True
 
@@ -60,7 +65,8 @@ class GradientRelease(LeavesRunBehind, Callback):
         self.clipping: Clipping = clipping
         self.bundle_bytes = bundle_bytes
         self._release: Release | None = None
-        self._undo_clipping: Callable[[], None] = nothing
+        self._step: ReleasedStep | None = None
+        self._between = ""
         self._norm: Tensor | None = None  # the last norm of the run that is resumed
 
     def __repr__(self) -> str:
@@ -71,10 +77,8 @@ class GradientRelease(LeavesRunBehind, Callback):
         if stage != "fit":
             return
         self._norm = None
-        _check_run(trainer, pl_module)
-        _check_module(pl_module, clips_norm=_clips_norm(trainer))
-        _check_budget(trainer)
-        _warn_of_the_blind(trainer, pl_module)
+        check_setup(trainer, pl_module)
+        warn_of_the_blind(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release the optimizer's gradients; Lightning loads a checkpoint's states after this hook."""
@@ -83,10 +87,10 @@ class GradientRelease(LeavesRunBehind, Callback):
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers; GradientRelease takes one: "
                 "a step inside backward must know whose it is. Give one optimizer several groups."
             )
-        self._release = release_gradients(trainer.optimizers[0], bundle_bytes=self.bundle_bytes)
-        self._release.mode = "keep"  # gradients made in training_step or in trials are not the step's
-        self._undo_clipping = _without_lightnings_clipping(trainer)
-        self._release.records_norm = self.clipping == "previous"
+        self._between = between_backward_and_step(trainer, pl_module)
+        release = self._released(trainer.optimizers[0])
+        self._step = ReleasedStep(trainer, self._released)
+        warn_of_the_late(trainer, pl_module, release)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -103,12 +107,28 @@ class GradientRelease(LeavesRunBehind, Callback):
                     "GradientRelease takes one micro-batch a step: raise micro_batch_size, or remove one of the two."
                 )
 
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Follow the optimizer of this batch, and see to it that a user's own zero_grad zeroes."""
+        if self._step is None:
+            return
+        spent = self._released(optimizer).spent
+        zeroing = zeroing_of(pl_module, optimizer)
+        if zeroing is None:
+            spent.zeroed()
+        else:
+            optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            spent.expect_zeroing(zeroing, optimized)
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Let this backward step; to clip exactly by norm, first run a backward that only measures."""
         release, limit = self._release, trainer.gradient_clip_val
         if release is None:
             return
+        release.spent.refuse_unzeroed()
+        if is_overridden("backward", pl_module):
+            release.spent.reader = GradientReader(f"{type(pl_module).__name__}.backward", INSTEAD)
         release.attach()
+        release.run_last()
         release.clip_value = None
         if limit is not None and limit > 0:
             if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
@@ -123,9 +143,26 @@ class GradientRelease(LeavesRunBehind, Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop stepping: gradients computed after Lightning's backward are left alone."""
-        if self._release is not None:
-            self._release.flush()
-            self._release.mode = "keep"
+        release, step = self._release, self._step
+        if release is None or step is None:
+            return
+        release.flush()
+        release.mode = "keep"
+        release.spent.reader = None
+        release.spent.remove()
+        if (name := step.runs_before_step(pl_module)) is not None:
+            release.spent.place(GradientReader(name, INSTEAD))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Refuse a batch without `optimizer.step()`, whose parameters are stepped nonetheless."""
+        if self._release is not None and self._release.parameters_stepped:
+            raise RuntimeError(
+                f"{type(pl_module).__name__}.optimizer_step ended without optimizer.step() after a backward, within "
+                f"which {self._release.parameters_stepped} parameters were stepped: a step can't be skipped after its "
+                "backward. Return None from training_step to skip a batch, or remove GradientRelease."
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Warn if the error left only part of the weights stepped."""
@@ -157,11 +194,26 @@ class GradientRelease(LeavesRunBehind, Callback):
         self._norm = state_dict.get("norm")
 
     def _stop(self) -> None:
+        if self._step is not None:
+            self._step.undo()
         if self._release is not None:
             self._norm = self._release.last_norm
             self._release.undo()
-            self._undo_clipping()
-            self._release, self._undo_clipping = None, nothing
+        self._release, self._step = None, None
+
+    def _released(self, optimizer: Optimizer) -> Release:
+        """The release of an optimizer; the one before is undone if the optimizers were exchanged."""
+        release = self._release
+        if release is not None and release_of(optimizer) is release:
+            return release
+        if release is not None:
+            self._norm, self._release = release.last_norm, None
+            release.undo()
+        self._release = release = release_gradients(optimizer, bundle_bytes=self.bundle_bytes)
+        release.mode = "keep"  # gradients made in training_step or in trials are not the step's
+        release.records_norm = self.clipping == "previous"
+        release.spent.between = self._between
+        return release
 
     def _previous_norm(self, release: Release) -> Tensor | None:
         """The last step's norm, if the next step is clipped by it; None if that norm is not finite."""
@@ -183,106 +235,3 @@ def _others_untouched(module: nn.Module, release: Release) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(others, kept, strict=True):
             parameter.grad = gradient
-
-
-def _without_lightnings_clipping(trainer: Trainer) -> Callable[[], None]:
-    """Disable Lightning's clipping, which would find no gradients after backward; returns the undo."""
-    plugin = trainer.precision_plugin
-    vars(plugin)["clip_gradients"] = lambda *args, **kwargs: None
-
-    def undo() -> None:
-        vars(plugin).pop("clip_gradients", None)
-
-    return undo
-
-
-def _check_run(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse runs that the Trainer's arguments show to be incompatible."""
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__} optimizes manually, so GradientRelease can't know which backward is to step; "
-            "call lightning_memkit.optim.gradient_release.release_gradients(optimizer) in the module itself."
-        )
-    batches = trainer.accumulate_grad_batches
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, GradientAccumulationScheduler):
-            batches = max(batches, *callback.scheduling.values())
-    if batches > 1:
-        raise ValueError(
-            f"accumulate_grad_batches={batches}: released gradients can't accumulate over batches; set it to 1 and "
-            "take larger batches (activation checkpointing makes room for them), or remove GradientRelease."
-        )
-    strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy)):
-        raise ValueError(
-            f"GradientRelease can't go with {type(strategy).__name__}: it reduces gradients after the hooks that step "
-            "on them, or holds them itself. Use one device, or ModelParallelStrategy with fully_shard (FSDP2)."
-        )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ValueError(
-            f"precision={trainer.precision_plugin.precision!r} scales the loss and looks for overflows in all "
-            "gradients before the step; with GradientRelease use 'bf16-mixed', '32-true' or PureBF16Precision."
-        )
-
-
-def _clips_norm(trainer: Trainer) -> bool:
-    by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-    return bool(trainer.gradient_clip_val) and not by_value
-
-
-def _check_module(module: LightningModule, *, clips_norm: bool) -> None:
-    """Refuse modules that handle gradients in their own way."""
-    name = type(module).__name__
-    if is_overridden("configure_gradient_clipping", module):
-        raise ValueError(
-            f"{name}.configure_gradient_clipping clips after backward, when the gradients are gone; remove it and "
-            "write Trainer(gradient_clip_val=..., gradient_clip_algorithm=...), which GradientRelease applies."
-        )
-    takes = inspect.signature(module.backward).parameters
-    if (
-        clips_norm
-        and "retain_graph" not in takes
-        and not any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    ):
-        raise ValueError(
-            f"{name}.backward takes no retain_graph, which clipping by norm needs for its measuring backward; write "
-            "`def backward(self, loss, *args, **kwargs)` and pass them on to loss.backward."
-        )
-    for path, layer in module.named_modules():
-        if getattr(layer, "sparse", False) and isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"{path} has sparse=True: sparse gradients can't be released; build it with sparse=False."
-            )
-
-
-def _check_budget(trainer: Trainer) -> None:
-    """Refuse a MemoryBudget that may retry or split a step, as far as its options tell."""
-    for budget in budgets_among(callbacks_of(trainer)):
-        if budget.recover:
-            raise ValueError(
-                "MemoryBudget(recover=True) retries a step that runs out of memory, and with GradientRelease part of "
-                "the weights are stepped by then; write MemoryBudget(recover=False), or remove GradientRelease."
-            )
-        if budget.micro_batch_size == "auto" or budget.effective_batch_size is not None:
-            raise ValueError(
-                f"MemoryBudget(micro_batch_size={budget.micro_batch_size!r}, effective_batch_size="
-                f"{budget.effective_batch_size!r}) may run a step in micro-batches, and GradientRelease takes one; "
-                "write the loader's batch size as micro_batch_size, and no effective_batch_size."
-            )
-
-
-def _warn_of_the_blind(trainer: Trainer, module: LightningModule) -> None:
-    """Warn about user hooks that expect gradients but run when they are gone."""
-    owners = [module, *vars(trainer)["callbacks"]]
-    hooks = [
-        f"{type(owner).__name__}.{hook}"
-        for owner in owners
-        for hook in _SEE_GRADIENTS
-        if is_overridden(hook, owner) and not type(owner).__module__.startswith("lightning_memkit.")
-    ]
-    if hooks:
-        warnings.warn(
-            f"{', '.join(hooks)} find no gradients (.grad is None): with GradientRelease they are used and dropped "
-            "within backward.",
-            stacklevel=3,
-        )
