@@ -1,13 +1,17 @@
 """Atomic files and folders: written under a temporary name, synced to disk, then renamed.
 
-A killed process leaves a `.NAME.XXXX.memkit-partial` behind. Its writer held a lock, which ended with the
-process, so the next save into that folder recognises that nobody writes it any more, and removes it.
+A file or folder that is replaced leaves its permissions to the new one. A symbolic link is replaced as well, as
+by Lightning: `last.ckpt` may be a link to a checkpoint that a save under that name must not change.
+
+A killed process leaves a `.NAME.XXXX.memkit-partial` behind (a long NAME is shortened). Its writer held a lock,
+which ended with the process, so the next save into that folder recognises that nobody writes it any more, and
+removes it.
 """
 
 import ctypes
 import errno
+import hashlib
 import os
-import secrets
 import shutil
 import sys
 import warnings
@@ -18,6 +22,7 @@ from typing import BinaryIO
 
 from lightning_memkit.checkpoints.writeback import StreamedFile
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.utilities.atomic_write import fits, keep_mode, staged
 
 try:
     import fcntl
@@ -26,6 +31,7 @@ except ImportError:  # Windows, where open files can't be removed; that serves a
 
 PARTIAL = ".memkit-partial"
 PREVIOUS = ".memkit-previous"
+_PREVIOUS_OF_LONG = ".memkit-previous-of-long"  # after a hash of a name that does not fit
 CONTENTS = ".metadata"  # the file that identifies a torch.distributed.checkpoint folder
 _MAKE_ROOM = "Free some, keep fewer checkpoints (ModelCheckpoint(save_top_k=...)), or give another dirpath."
 _FULL = {  # by errno: the cause in words, and the remedy
@@ -43,9 +49,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 @contextmanager
 def new_file(target: Path) -> Iterator[BinaryIO]:
     """A file to write; it replaces ``target`` when the block ends, and is removed if the block raises."""
-    _refuse_other_folders(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent)
+    _prepare(target)
     while True:
         partial = _partial(target)
         file = StreamedFile(partial, "xb")
@@ -68,9 +72,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Whoever writes files into it must sync them to disk.
     """
-    _refuse_other_folders(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent)
+    _prepare(target)
     while True:
         partial = _partial(target)
         partial.mkdir()
@@ -130,13 +132,14 @@ def why_full(error: BaseException | None, target: Path) -> tuple[int, str] | Non
 
 def put(partial: Path, target: Path) -> None:
     """Rename ``partial`` to ``target`` whatever is there; at every moment one of them exists."""
+    _keep_modes(target, partial)
     is_file = not _is_folder(partial) and not _is_folder(target)
     if is_file or not os.path.lexists(target):
         partial.replace(target)
     elif not _exchange(partial, target):
         # This file system can't exchange two names. If the process is killed between the two renames, the
         # previous checkpoint has another name, from which `recover` restores it.
-        previous = target.with_name(f".{target.name}{PREVIOUS}")
+        previous = _previous(target)
         remove(previous)
         target.replace(previous)
         partial.replace(target)
@@ -147,7 +150,7 @@ def put(partial: Path, target: Path) -> None:
 
 def recover(target: Path) -> None:
     """Undo the first half of a replacement that was interrupted between its two renames."""
-    previous = target.with_name(f".{target.name}{PREVIOUS}")
+    previous = _previous(target)
     if not os.path.lexists(target) and previous.exists():
         with suppress(FileNotFoundError):  # another rank was faster
             previous.replace(target)
@@ -158,7 +161,7 @@ def remove(path: Path) -> None:
     if not _is_folder(path):
         path.unlink(missing_ok=True)
         return
-    if not path.name.endswith((PARTIAL, PREVIOUS)):
+    if not path.name.endswith((PARTIAL, PREVIOUS, _PREVIOUS_OF_LONG)):
         path = path.replace(_partial(path))
     while path.exists():
         with suppress(FileNotFoundError):  # another process removes it, too
@@ -198,6 +201,15 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def _prepare(target: Path) -> None:
+    _refuse_other_folders(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent)
+    # Of a long name, which can't be read from its leftover's.
+    recover(target)
+    remove(_previous(target))
+
+
 def _refuse_other_folders(target: Path) -> None:
     """Refuse to replace a folder that is no checkpoint."""
     if _is_folder(target) and not (target / CONTENTS).is_file() and any(target.iterdir()):
@@ -207,7 +219,23 @@ def _refuse_other_folders(target: Path) -> None:
 
 
 def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    return staged(target, PARTIAL)
+
+
+def _previous(target: Path) -> Path:
+    """Where a target is put aside while another one takes its name."""
+    name = f".{target.name}{PREVIOUS}"
+    if not fits(name, target.parent):
+        name = f".{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:32]}{_PREVIOUS_OF_LONG}"
+    return target.with_name(name)
+
+
+def _keep_modes(target: Path, partial: Path) -> None:
+    """Give the new one, and the files of a new folder, the permissions of those that they replace."""
+    if _is_folder(target) == _is_folder(partial):
+        keep_mode(target, partial)
+        for file in partial.iterdir() if _is_folder(partial) else ():
+            keep_mode(target / file.name, file)
 
 
 def _is_folder(path: Path) -> bool:

@@ -81,7 +81,8 @@ def host_copies(state: Any) -> Any:
             return deepcopy(value)
         local = value.to_local() if isinstance(value, DTensor) else value
         # The same view of the same memory; addresses are unique, since the originals stay alive meanwhile.
-        key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), type(value))
+        place = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+        key = (*place, local.is_conj(), local.is_neg(), type(value))
         if local.numel() == 0 or key not in done:
             done[key] = value.detach().to("cpu", copy=True)
         return done[key]

@@ -127,7 +127,7 @@ class _DocumentEncoder:
         return node
 
     def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> Any:
-        _refuse_tensor(value, path)
+        refuse_tensor(value, path)
         if is_traceable_wrapper_subclass(value):
             return self._wrapper(value, path)
         value = value.detach()
@@ -221,7 +221,8 @@ class _Decoder:
         )
 
 
-def _refuse_tensor(value: Tensor, path: tuple[Any, ...]) -> None:
+def refuse_tensor(value: Tensor, path: tuple[Any, ...]) -> None:
+    """Raise CheckpointError for a tensor that is not plain memory, with its place."""
     what, remedy = "", ""
     if hasattr(value, "to_local"):
         what = "a shard of a tensor"
@@ -232,6 +233,8 @@ def _refuse_tensor(value: Tensor, path: tuple[Any, ...]) -> None:
         what, remedy = "not initialized yet", "run the module once before saving"
     elif value.device.type == "meta":
         what, remedy = "a tensor without data (on the meta device)", "materialise the module before saving"
+    elif value.is_nested and value.layout == torch.strided:
+        what, remedy = "a nested tensor", "save its components: list(tensor.unbind())"
     elif value.layout != torch.strided or value.is_quantized:
         what, remedy = f"a tensor of layout {value.layout}, dtype {value.dtype}", "save its dense parts"
     if what:

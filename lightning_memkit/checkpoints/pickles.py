@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.names import readable_name
 
 
 def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
@@ -20,7 +21,8 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
         mapped = _is_zip(path) or None  # older formats can't be mapped
         if mapped:
             _refuse_unpacking(path)
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+        with readable_name(path) as name:
+            return torch.load(name, map_location=map_location, weights_only=True, mmap=mapped)
     except Exception as error:  # any kind: torch reads any file as instructions
         raise CheckpointError(_reason(path, error)) from error
 

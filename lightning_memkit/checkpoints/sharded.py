@@ -19,12 +19,10 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.checkpoints.atomic import CONTENTS, new_folder, why_full
 from lightning_memkit.checkpoints.checksums import say_unchecked
 from lightning_memkit.checkpoints.contents import read_contents
-from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.folder_checksums import (
     CheckedReader,
@@ -35,6 +33,7 @@ from lightning_memkit.checkpoints.folder_checksums import (
     write_checksums,
 )
 from lightning_memkit.checkpoints.pickles import read_torch_file
+from lightning_memkit.checkpoints.saveable import refuse_unsaveable
 from lightning_memkit.utilities.progress import ProgressBar
 
 REST = "meta.pt"  # Lightning's name for the unsharded rest
@@ -45,12 +44,6 @@ _Result = TypeVar("_Result")
 def is_sharded(path: Path) -> bool:
     """Whether a path is a folder of torch.distributed.checkpoint."""
     return (path / CONTENTS).is_file()
-
-
-def refuse_unsaveable(shares: dict[str, Any], rest: Any) -> None:
-    """Raise CheckpointError for anything but tensors and primitives, before anything is written."""
-    encode(rest)
-    encode(tree_map_only(Tensor, lambda _: None, shares))
 
 
 def save_sharded(

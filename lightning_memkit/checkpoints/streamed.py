@@ -7,6 +7,7 @@ table of checksums of all bytes before it, which a load verifies first.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from lightning_memkit.checkpoints import checksums, tables
 from lightning_memkit.checkpoints.checksums import HashedWriter, write_all
 from lightning_memkit.checkpoints.documents import RESERVED, Document, decode, dtype_of
 from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.names import readable_name
 
 PIECE_BYTES = 16 * 1024**2  # copied from a device to the file at a time
 STRUCTURE, TABLE = RESERVED[1:]  # tensors that hold the structure's JSON, and the checksums
@@ -131,7 +133,7 @@ def _read(path: Path) -> tuple[Any, str]:
         _parsed(
             file.read(min(length, path.stat().st_size))
         )  # refuse duplicates: the library would silently use the last one
-    with safe_open(path, framework="pt") as file:
+    with opened(path) as file:
         metadata = file.metadata() or {}
         version = metadata.get(FORMAT)
         if version not in (_VERSION, WITHOUT_CHECKSUMS):
@@ -144,6 +146,13 @@ def _read(path: Path) -> tuple[Any, str]:
             return _from_bytes(tensor, *foreign[name]) if name in foreign else tensor
 
         return decode(content["state"], tensor_of), version
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file, opened by the safetensors library."""
+    with readable_name(path) as name, safe_open(name, framework="pt") as file:
+        yield file
 
 
 def _parsed(text: bytes) -> Any:
@@ -205,6 +214,8 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, one chunk at a time in host memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel():
+        # A single element counts as contiguous whatever its stride, and then has no view as bytes.
+        flat = flat.as_strided(flat.shape, (1,))
         for piece in flat.view(torch.uint8).split(PIECE_BYTES):
             yield piece.cpu().numpy().data
 

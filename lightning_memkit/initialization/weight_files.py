@@ -3,18 +3,20 @@
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lightning_memkit.checkpoints import checksums
 from lightning_memkit.checkpoints.checksums import Checksums
 from lightning_memkit.checkpoints.errors import CheckpointError
-from lightning_memkit.checkpoints.streamed import FORMAT, WITHOUT_CHECKSUMS
+from lightning_memkit.checkpoints.names import readable_name
+from lightning_memkit.checkpoints.streamed import FORMAT, WITHOUT_CHECKSUMS, opened
 from lightning_memkit.checkpoints.tables import read_table
 from lightning_memkit.initialization.weight_source import Box, Entry, WeightSource, copy_in_pieces
 from lightning_memkit.utilities.errors import WeightsError
@@ -46,7 +48,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.entries: dict[str, Entry] = {}
-        with self._open() as file:
+        with self._opened() as file:
             version = (file.metadata() or {}).get(FORMAT)
             states = version is not None
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -85,18 +87,21 @@ class SafetensorsFile:
     def _read(self, name: str, part: Box) -> Tensor:
         # Map the file anew for each chunk: pages that were read stay in this process's memory until the map
         # is closed.
-        with self._open() as file:
+        with self._opened() as file:
             return (
                 file.get_slice(name)[tuple(slice(*ends) for ends in part)] if part else file.get_tensor(name)
             )
 
-    def _open(self) -> Any:
-        try:
-            return safe_open(self._path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(
-                f"{self._path} is cut short or no safetensors file ({error}); nothing was loaded: fetch it again."
-            ) from error
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(opened(self._path))
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(
+                    f"{self._path} is cut short or no safetensors file ({error}); nothing was loaded: fetch it again."
+                ) from error
+            yield file
 
 
 class TorchFile:
@@ -206,7 +211,8 @@ def open_file(path: Path) -> WeightSource:
 
 def _load(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with readable_name(path) as name:
+            return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise WeightsError(
             f"{path}: its pickle holds more than tensors and plain data, which would run code; it was refused and "

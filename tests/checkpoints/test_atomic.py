@@ -16,8 +16,10 @@ import torch
 from lightning_memkit.checkpoints import atomic
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.files import load, save
-from lightning_memkit.checkpoints.sharded import gather, save_sharded
+from lightning_memkit.checkpoints.sharded import gather, load_rest, save_sharded
 from lightning_memkit.checkpoints.writeback import StreamedFile
+from lightning_memkit.initialization.loading import load_weights
+from lightning_memkit.utilities.atomic_write import staged
 
 ROOT = Path(__file__).parents[2]
 FAST = ["file", "folder", "trainer with a thread", "ranks with a thread"]
@@ -168,3 +170,102 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError), atomic.new_folder(tmp_path / "thesis"):
         pass
     assert (tmp_path / "thesis" / "chapter.txt").exists()
+
+
+LONG = ["x" * 250 + ".ckpt", "ü" * 125 + ".ckpt"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names are limited otherwise")
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_name_may_be_as_long_as_the_file_system_takes(
+    name: str, exchange: bool, tmp_path: Path, monkeypatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    path = tmp_path / name
+    left_over = staged(path, atomic.PARTIAL)  # of a killed save
+    left_over.write_bytes(b"half")
+    for round_ in range(2):
+        save({"round": round_}, path)
+        assert load(path) == {"round": round_}
+        assert [file.name for file in tmp_path.iterdir()] == [name]
+    path.unlink()
+    for round_ in range(2):
+        save_sharded({"w": torch.full((2,), float(round_))}, {}, path)
+        assert gather(path)["w"].tolist() == [round_] * 2
+        assert [file.name for file in tmp_path.iterdir()] == [name]
+    atomic.remove(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names are limited otherwise")
+@pytest.mark.parametrize("name", ["short.ckpt", *LONG])
+def test_a_replacement_that_was_interrupted_between_its_two_renames_is_undone(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    path, replace = tmp_path / name, Path.replace
+    save_sharded({"w": torch.zeros(2)}, {}, path)
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.endswith(atomic.PARTIAL):
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_sharded({"w": torch.ones(2)}, {}, path)
+    assert not path.exists()
+    monkeypatch.setattr(Path, "replace", replace)
+    atomic.recover(path)
+    assert gather(path)["w"].tolist() == [0, 0]
+    save_sharded({"w": torch.ones(2)}, {}, path)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such permissions")
+def test_what_is_replaced_leaves_its_permissions_and_what_is_new_has_those_of_the_umask(
+    tmp_path: Path,
+) -> None:
+    before = os.umask(0o027)
+    try:
+        file, folder = tmp_path / "a.ckpt", tmp_path / "shards"
+        for _ in range(2):
+            save({}, file)
+            save_sharded({"w": torch.zeros(2)}, {}, folder)
+            parts = [file, folder, folder / "meta.pt", folder / "__0_0.distcp"]
+            seen = [oct(part.stat().st_mode & 0o777) for part in parts]
+            wanted = [0o664, 0o775, 0o664, 0o604]
+            for part, mode in zip(parts, wanted, strict=True):
+                part.chmod(mode)
+        assert seen == [oct(mode) for mode in wanted]
+        save({}, tmp_path / "new.ckpt")
+        assert (tmp_path / "new.ckpt").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
+def test_a_link_is_replaced_as_by_lightning_and_what_it_names_stays(tmp_path: Path) -> None:
+    save({"epoch": 3}, tmp_path / "epoch=3.ckpt")
+    last = tmp_path / "last.ckpt"
+    last.symlink_to("epoch=3.ckpt")  # as ModelCheckpoint(save_last="link") leaves it
+    save({"epoch": 4}, last)
+    assert not last.is_symlink()
+    assert [load(tmp_path / "epoch=3.ckpt"), load(last)] == [{"epoch": 3}, {"epoch": 4}]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems refuse such names")
+def test_a_name_that_is_not_utf8_is_read_like_any_other(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    state = {"state_dict": {"w": torch.arange(3.0)}}
+    for path, write in ((tmp_path / f"{name}.ckpt", save), (tmp_path / f"{name}.pt", torch.save)):
+        write(state, path)
+        assert torch.equal(load(path)["state_dict"]["w"], state["state_dict"]["w"])
+        module = torch.nn.ParameterDict({"w": torch.zeros(3)})
+        load_weights(module, path)
+        assert torch.equal(module["w"], state["state_dict"]["w"])
+    save_sharded({"w": torch.arange(3.0)}, {"a": 1}, tmp_path / name)
+    assert gather(tmp_path / name)["w"].tolist() == [0, 1, 2]
+    assert load_rest(tmp_path / name) == {"a": 1}

@@ -5,6 +5,7 @@ import enum
 import math
 import subprocess
 import sys
+import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
+from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.files import load, save, snapshot
+from lightning_memkit.checkpoints.sharded import save_sharded
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 
@@ -33,6 +36,12 @@ DTYPES = [
 def through_a_file(state: Any, folder: Path) -> Any:
     save(state, folder / "state.ckpt")
     return load(folder / "state.ckpt")
+
+
+def nested(layout: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*nested tensors is in prototype")
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -178,6 +187,30 @@ def eight_bit(model: nn.Module) -> torch.optim.Optimizer:
     return trained(optimizer, model)
 
 
+def test_a_single_element_comes_back_whatever_its_stride(tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    state = {
+        "slice": base[1::2][:1],
+        "square": base.as_strided((1, 1), (7, 3), 4),
+        "negative": torch.tensor([1 + 2j, 3 + 4j]).conj().imag[1:],
+        "half": base.half()[::3][:1],
+        "complex": (base + 1j)[::2][:1].conj(),
+    }
+    saved = through_a_file(state, tmp_path)
+    copied = through_a_file(host_copies(state), tmp_path)
+    for name, value in state.items():
+        assert torch.equal(saved[name], value), name
+        assert torch.equal(copied[name], value), name
+        assert saved[name].dtype == copied[name].dtype == value.dtype
+
+
+def test_host_copies_keep_a_tensor_and_its_conjugate_apart() -> None:
+    plain = torch.tensor([1 + 2j])
+    copies = host_copies([plain, plain.conj(), plain])
+    assert [copy.resolve_conj().item() for copy in copies] == [1 + 2j, 1 - 2j, 1 + 2j]
+    assert copies[0] is copies[2]
+
+
 @pytest.mark.parametrize("make", [adamw, kahan, split, eight_bit], ids=lambda make: make.__name__)
 def test_optimizer_states_come_back_bit_for_bit(make: Any, tmp_path: Path) -> None:
     optimizer = make(nn.Linear(64, 64))
@@ -250,6 +283,8 @@ class Colour(enum.Enum):
         (print, "print"),
         (torch.optim.SGD, "SGD"),
         (torch.ones(2).to_sparse(), "layout torch.sparse_coo"),
+        (nested(torch.strided), "a nested tensor and can't be saved; save its components"),
+        (nested(torch.jagged), "layout torch.jagged"),
         (torch.ones(2, device="meta"), "meta device"),
     ],
     ids=lambda value: type(value).__name__,
@@ -260,6 +295,25 @@ def test_what_needs_code_is_refused_with_its_place_and_a_remedy(
     with pytest.raises(CheckpointError, match=what) as refused:
         save({"hyper_parameters": {"layers": [0, value]}}, tmp_path / "state.ckpt")
     assert "checkpoint['hyper_parameters']['layers'][1]" in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (nested(torch.strided), "nested tensor"),
+        (nested(torch.jagged), "torch.jagged"),
+        (torch.ones(2).to_sparse(), "sparse_coo"),
+        (torch.ones(2, device="meta"), "without data"),
+    ],
+)
+def test_ranks_refuse_such_tensors_with_their_place_and_write_nothing(
+    value: Tensor, what: str, tmp_path: Path
+) -> None:
+    shares = {"state_dict": {"a": torch.ones(1), "layers": [{"w": value}]}}
+    with pytest.raises(CheckpointError, match=what) as refused:
+        save_sharded(shares, {}, tmp_path / "shards")
+    assert "checkpoint['state_dict']['layers'][0]['w']" in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from lightning_memkit.data.sources import tokenising
 from lightning_memkit.data.sources.corpus import Corpus
 from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.data.sources.store import TokenStore, joined
 from lightning_memkit.data.sources.stream_source import StreamDocuments
+from lightning_memkit.data.sources.surrogates import holds_half, without_halves
 from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 TEXT, IDS = {"text": "hello"}, {"input_ids": [1, 2, 3]}
@@ -189,3 +191,131 @@ def test_sources_of_texts_and_of_ids_in_one_module_are_told(sources: tuple[Any, 
         UserWarning, match="of whose vocabulary the ids are is not known. Tokenise all sources"
     ):
         corpus.read(sources[1])
+
+
+def table_file(path: Path, columns: dict[str, Any]) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "completion_mask", "assistant_masks"])
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([1, 0], "int64"),
+        (["a", "b"], "string"),
+        ([0.5, 1.0], "double"),
+        ([None, None], "null"),
+        ([[0.5, 1.0], [1.0]], "list<.*double>"),
+        ([["a", "b"], ["c"]], "list<.*string>"),
+        ([[[1, 2]], [[3]]], "list<.*list<.*int64>>"),
+    ],
+)
+def test_a_column_of_another_type_is_refused_with_file_column_and_remedy(
+    tmp_path: Path, name: str, values: list[Any], kind: str
+) -> None:
+    path = table_file(tmp_path / "a.parquet", {"input_ids": [[65, 66], [67]], name: values})
+    with pytest.raises(
+        ValueError,
+        match=rf"^a\.parquet, document 0: the column '{name}' is of type {kind}, .* list of integers .*; write it so, "
+        "or leave the column out or rename it",
+    ):
+        read(path)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [[1.0, 2.0], [3.0]]])
+def test_token_ids_of_another_type_are_refused_alike(tmp_path: Path, values: list[Any]) -> None:
+    path = table_file(tmp_path / "a.parquet", {"input_ids": values})
+    with pytest.raises(ValueError, match=r"^a\.parquet, document 0: the column 'input_ids' is of type"):
+        read(path)
+
+
+def test_of_several_tables_the_file_is_named_with_its_own_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    table_file(folder / "a.parquet", {"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3]]})
+    for labels, what in (
+        ([5, 6], r"^b\.parquet, document 0: the column 'labels' is of type int64"),
+        ([[5], None], r"^b\.parquet, document 1 has null in 'labels'"),
+        ([[5], [6, 6]], r"^b\.parquet: Record 1 has 1 'input_ids' and 2 of 'labels'"),
+    ):
+        table_file(folder / "b.parquet", {"input_ids": [[5], [6]], "labels": labels})
+        with pytest.raises(ValueError, match=what):
+            read(str(folder))
+
+
+def test_columns_of_every_list_of_integers_are_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    for kind in (
+        pyarrow.list_(pyarrow.int32()),
+        pyarrow.large_list(pyarrow.uint16()),
+        pyarrow.list_(pyarrow.int64(), 2),
+    ):
+        columns = {
+            "input_ids": pyarrow.array([[1, 2], [3, 4]], kind),
+            "attention_mask": [[True, True], [True, False]],
+        }
+        store = read(table_file(tmp_path / f"{kind.id}-{kind.value_type}.parquet", columns))
+        assert store.tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ({"a", "b"}, r"is a set, .*sorted\(source\)"),
+        (frozenset([(1, 2)]), "is a frozenset"),
+        ({"text": ["a", "b"]}, "is a dict, .*Dataset.from_dict"),
+        ({"a": 1}.values(), r"is a dict_values, .*list\(source\)"),
+    ],
+)
+def test_records_without_numbers_are_refused_with_the_remedy(source: Any, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        read(source)
+
+
+def test_a_series_is_read_in_its_order_and_a_frame_is_refused() -> None:
+    pandas = pytest.importorskip("pandas")
+    series = pandas.Series(["one", "two"], index=[7, 3])
+    assert read(series).tokens.tolist() == read(["one", "two"]).tokens.tolist()
+    with pytest.raises(ValueError, match="is a DataFrame, .*to_dict"):
+        read(pandas.DataFrame({"text": ["one"]}))
+
+
+HALF = "\ud83d x"
+
+
+@pytest.mark.parametrize(
+    ("record", "repaired", "what"),
+    [
+        ({"text": HALF}, {"text": "? x"}, "'text'"),
+        ({"prompt": "a", "completion": HALF}, {"prompt": "a", "completion": "? x"}, "'completion'"),
+    ],
+)
+def test_half_a_surrogate_pair_is_told_with_its_line(
+    tmp_path: Path, record: dict[str, str], repaired: dict[str, str], what: str
+) -> None:
+    first = PROMPT if "prompt" in record else TEXT
+    path = written(tmp_path / "a.jsonl", [first, record, record])
+    with pytest.warns(
+        UserWarning, match=rf"a\.jsonl, line 2: its {what} holds half of a surrogate pair"
+    ) as said:
+        store = read(path)
+    assert len(said) == 1
+    assert store.tokens.tolist() == read([first, repaired, repaired]).tokens.tolist()
+
+
+def test_half_a_surrogate_pair_is_told_by_processes_and_of_bare_texts(monkeypatch) -> None:
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", 0.0)
+    with pytest.warns(UserWarning, match="document 1: it holds half of a surrogate pair"):
+        store = Corpus(tokenizer_name="bytes", options=DocumentOptions(processes=2)).read(["a", HALF])
+    assert store.tokens.tolist() == read(["a", "? x"]).tokens.tolist()
+
+
+def test_half_a_surrogate_pair_within_messages_is_told() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": HALF}]}]
+    assert holds_half(messages)
+    assert without_halves(messages) == [{"role": "user", "content": [{"type": "text", "text": "? x"}]}]
+    assert not holds_half([{"role": "ü", "content": None}])

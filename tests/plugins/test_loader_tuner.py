@@ -453,3 +453,25 @@ def test_batches_are_copied_ahead_unless_somebody_wants_them_on_the_host(
     assert devices == {"fake" if ahead else "cpu"}
     assert len(found.seen) == len(expected.seen)
     assert torch.equal(found.layer.weight.cpu(), expected.layer.weight)
+
+
+@pytest.mark.parametrize("limit", [1.0, 3])
+def test_a_fit_with_persistent_workers_sees_what_it_sees_without_the_callback(limit: float | int) -> None:
+    found = []
+    for callbacks in ([], [LoaderTuner(max_workers=0)], [LoaderTuner(max_workers=2)]):
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(2)
+        data = DataLoader(
+            torch.arange(24.0).reshape(12, 2),
+            BATCH,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=True,
+            generator=generator if limit == 3 else None,
+        )
+        network = Network()
+        trainer(*callbacks, max_steps=-1, max_epochs=3, limit_train_batches=limit).fit(network, data)
+        weight = network.layer.weight.detach().tolist()
+        found.append([network.seen, weight, torch.rand(1).item(), generator.get_state().tolist()])
+    assert found[1] == found[0]
+    assert found[2] == found[0]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from lightning_memkit.data.packing.layout import Packing
 from lightning_memkit.data.sources.checksums import checksum_of, crc_of
@@ -82,3 +83,18 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for name, value in now.items()
         if name in then and then[name] != value
     ]
+
+
+def identity_of_sampling(loader: DataLoader[Any], ranks: int) -> dict[str, Any]:
+    """What determines the order of a loader's samples, as far as it is known; the same on every rank."""
+    batches = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    size, shares = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", None)
+    told: dict[str, Any] = {"sampler": type(sampler).__name__}
+    if hasattr(loader.dataset, "__len__"):
+        told["samples"] = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    if isinstance(size, int):
+        told["samples_per_step"] = size * (shares or 1)
+    if not isinstance(size, int) or shares is None:  # how the ranks divide the samples is up to the user
+        told["ranks"] = ranks
+    return told

@@ -1,15 +1,16 @@
 """The order of an epoch's batches from a sampler: the same for any number of workers, and reproduced by a resume.
 
 A sampler draws from the global random generators, or from a generator of the loader. Workers request batches
-ahead of time, so that what is drawn, and when, depends on their number. Here the first batch is drawn when
-torch's loader would draw it. The sampler's draws for the others, if any, come from a random stream of its
-own.
+ahead of time, so that what is drawn, and when, depends on their number. Here batches are drawn when torch's
+loader, with the workers that it was made with, would draw them. Where other workers need them earlier,
+generators that are no global ones show it only then. The sampler's draws from global generators after the
+first batch, if any, come from a random stream of its own.
 """
 
-import random
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,18 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-State = dict[str, Any]
+from lightning_memkit.data.batching.random_numbers import (
+    GlobalNumbers,
+    State,
+    generators_of,
+    restore_generators,
+)
+
 # These draw from the global generators only for an epoch's first batch.
 _DRAW_ONCE = (
     SequentialSampler,
@@ -36,87 +42,57 @@ _DRAW_ONCE = (
 )
 
 
-class GlobalNumbers:
-    """The current states of Python's, NumPy's and torch's global random generators on the host."""
-
-    def __init__(self) -> None:
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
-        self._numpy: Any = np.random.get_state()
-
-    def restore(self) -> None:
-        """Restore the states."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-
-    @staticmethod
-    def seed(seed: int) -> None:
-        """Seed all three; the generators of devices stay as they are."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-
-    def state_dict(self) -> State:
-        """The states as tensors and plain numbers."""
-        version, words, gauss = self._python
-        state: State = {
-            "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-            "torch": self._torch,
-        }
-        # Otherwise someone replaced NumPy's generator, which is left alone.
-        if isinstance(self._numpy, tuple):
-            name, key, *rest = self._numpy
-            state["numpy"] = [name, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest]
-        return state
-
-    def load_state_dict(self, state: State) -> "GlobalNumbers":
-        """Replace the stored states; returns itself."""
-        version, words, gauss = state["python"]
-        self._python, self._torch = (version, tuple(words.tolist()), gauss), _bytes(state["torch"])
-        if "numpy" in state:
-            name, key, *rest = state["numpy"]
-            self._numpy = (name, key.cpu().numpy().astype(np.uint32), *rest)
-        return self
-
-
 class Order:
     """An epoch's batches by number, and the sampler's items that each is built from.
 
     Args:
         sampler: Yields the items that batches are built from; has a length.
         generator: The loader's generator; None: the global ones.
-        draws_at_once: Draw the first batch now, as a loader with workers does.
+        ahead: Batches that torch's loader draws before the first is requested: prefetched ones of all workers.
+        seed: The seed, if torch's loader would not draw one now: persistent workers keep theirs.
 
     Attributes:
         seed: The seed that torch's loader would have given its workers.
     """
 
     def __init__(
-        self, sampler: Any, generator: torch.Generator | None, *, draws_at_once: bool = False
+        self,
+        sampler: Any,
+        generator: torch.Generator | None,
+        *,
+        ahead: int = 0,
+        seed: int | None = None,
     ) -> None:
-        self._sampler, self._generator = sampler, generator
+        self._sampler, self._ahead = sampler, ahead
         self._drawn, self._has_ended = 0, False
+        self._tries = 0  # batches drawn, and the one that was requested after the last
         self._crc: int | None = 0  # checksum of the items handed over; None if their kind has none
         self._waiting: deque[tuple[int, Any]] = deque()  # drawn, but not handed over yet
         self._own: GlobalNumbers | None = None  # state of the sampler's own stream
         self._generators = generators_of(sampler, generator)
+        # For each try before its time, the generators' states after it; None if it left them as they were.
+        self._early: deque[list[Tensor] | None] = deque()
         self._begin = self._captured()
         self._items = iter(sampler)
-        self.seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        self.seed = seed
         self._first: State | None = None
-        if draws_at_once:
-            self._draw()
+        self._draw_up_to(ahead)
 
     @classmethod
-    def resumed(cls, sampler: Any, generator: torch.Generator | None, state: State, done: int) -> "Order":
+    def resumed(
+        cls, sampler: Any, generator: torch.Generator | None, state: State, done: int, *, ahead: int = 0
+    ) -> "Order":
         """The order that a state describes, after its first `done` batches; the global generators are unchanged."""
         kept = GlobalNumbers()
         try:
             _restore(state["begin"], sampler, generator)
-            order = cls(sampler, generator)
+            order = cls(sampler, generator, seed=state.get("seed"))  # earlier versions saved none
             _restore(state["first"], sampler, generator)
+            order._ahead = ahead
+            order._draw_up_to(done + ahead)
             for number in range(done):
-                order._draw()
                 order.hand_over(number)
         finally:
             kept.restore()
@@ -124,13 +100,19 @@ class Order:
 
     def state_dict(self) -> State | None:
         """What reproduces the order; None before its first batch was drawn."""
-        return None if self._first is None else {"begin": self._begin, "first": self._first}
+        if self._first is None:
+            return None
+        return {"begin": self._begin, "first": self._first, "seed": self.seed}
 
-    def jobs(self) -> Iterator[tuple[int, Any]]:
-        """Yield jobs from the first batch that was not handed over; may be called again at any time."""
+    def jobs(self, *, early: bool = False) -> Iterator[tuple[int, Any]]:
+        """Yield jobs from the first batch that was not handed over; may be called again at any time.
+
+        Args:
+            early: Workers request jobs before torch's loader would, so generators must not show the draws yet.
+        """
         for number in range(self._drawn - len(self._waiting), len(self._sampler)):
             while self._drawn <= number:
-                if not self._draw():
+                if not self._draw(early=early):
                     return
             yield self._waiting[number - self._drawn + len(self._waiting)]
 
@@ -139,6 +121,7 @@ class Order:
         while self._waiting and self._waiting[0][0] <= number:
             _, item = self._waiting.popleft()
             self._crc = None if self._crc is None else _crc_of(item, self._crc)
+        self._draw_up_to(number + 1 + self._ahead)
 
     @property
     def crc(self) -> int | None:
@@ -147,14 +130,42 @@ class Order:
 
     def end(self) -> None:
         """Request one batch more than there are: the sampler's draws at its end belong to the epoch as well."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._draw()
+        self._draw_up_to(inf if self._has_ended else self._tries + 1)
 
-    def _draw(self) -> bool:
-        if self._first is None:
+    def _draw_up_to(self, tries: float) -> None:
+        """Bring the generators to where torch's loader leaves them after requesting this many batches."""
+        while self._tries - len(self._early) < tries and (self._early or not self._has_ended):
+            if not self._early:
+                self._draw()
+            elif (states := self._early.popleft()) is not None:
+                self._set(states)
+
+    def _draw(self, *, early: bool = False) -> bool:
+        if self._has_ended:
+            return False
+        self._tries += 1
+        if self._first is None:  # the first is requested when torch's loader would, whoever builds it
             self._first = self._captured()
             return self._drawn_one()
+        # What follows an early draw is early, too, until the earlier ones are due.
+        return self._drawn_early() if early or self._early else self._drawn_apart()
+
+    def _drawn_early(self) -> bool:
+        now = self._states()
+        before = next((states for states in reversed(self._early) if states is not None), now)
+        if before is not now:
+            self._set(before)
+        try:
+            return self._drawn_apart()
+        finally:
+            after = self._states()
+            is_same = all(map(torch.equal, before, after))
+            self._early.append(None if is_same else after)
+            if not is_same or before is not now:
+                self._set(now)
+
+    def _drawn_apart(self) -> bool:
+        """Draw without a trace in the global generators."""
         if self._draws_once():
             return self._drawn_one()
         outside = GlobalNumbers()
@@ -172,6 +183,7 @@ class Order:
         try:
             item = next(self._items)
         except StopIteration:
+            self._has_ended = True
             return False
         self._waiting.append((self._drawn, item))
         self._drawn += 1
@@ -182,33 +194,14 @@ class Order:
         return type(within) in _DRAW_ONCE
 
     def _captured(self) -> State:
-        own = [generator.get_state() for generator in self._generators]
-        return {**GlobalNumbers().state_dict(), "generators": own}
+        return {**GlobalNumbers().state_dict(), "generators": self._states()}
 
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
 
-def generators_of(sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:
-    """The torch generators that may determine an order: those of the loader, the sampler and samplers inside."""
-    found = [] if generator is None else [generator]
-    waiting, seen = deque([sampler]), set()
-    while waiting:
-        within = waiting.popleft()
-        if id(within) in seen:
-            continue
-        seen.add(id(within))
-        values = list(getattr(within, "__dict__", {}).values())
-        drawn_from = [value for value in values if isinstance(value, torch.Generator)]
-        found += [one for one in drawn_from if all(one is not other for other in found)]
-        # Lightning's wrapper of a sampler for several ranks keeps it in a data set.
-        waiting += [value for value in values if isinstance(value, Sampler) or hasattr(value, "_sampler")]
-    return found
-
-
-def restore_generators(state: State, sampler: Any, generator: torch.Generator | None) -> None:
-    """Restore the states of the generators that `generators_of` finds; other generators are not known."""
-    alone = state.get("generator")  # earlier versions saved only the loader's
-    states = state.get("generators", [] if alone is None else [alone])
-    for one, saved in zip(generators_of(sampler, generator), states, strict=False):
-        one.set_state(_bytes(saved))
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _restore(state: State, sampler: Any, generator: torch.Generator | None) -> None:
@@ -225,7 +218,3 @@ def _crc_of(item: Any, crc: int) -> int | None:
     if numbers.dtype.kind not in "biufU":
         return None
     return zlib.crc32(np.ascontiguousarray(numbers).tobytes(), crc)
-
-
-def _bytes(state: Tensor) -> Tensor:
-    return state.cpu().to(torch.uint8)  # a `map_location` may have moved it

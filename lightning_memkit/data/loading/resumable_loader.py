@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memkit.data.batching import sampling_order
-from lightning_memkit.data.batching.identity import differences
-from lightning_memkit.data.batching.sampling_order import GlobalNumbers, Order, State
+from lightning_memkit.data.batching.identity import differences, identity_of_sampling
+from lightning_memkit.data.batching.random_numbers import State, generators_of, restore_generators
+from lightning_memkit.data.batching.sampling_order import Order
 from lightning_memkit.data.loading.ahead import each_in_a_list
 from lightning_memkit.data.loading.host_memory import HostMemory
 from lightning_memkit.data.loading.load_times import LoadTimes
-from lightning_memkit.data.loading.worker_batches import Built, Job, WorkerBatches, WorkerOptions, started_for
+from lightning_memkit.data.loading.seeded_build import SeededBuild, next_seed, seeded
+from lightning_memkit.data.loading.worker_batches import Built, WorkerBatches, WorkerOptions, started_for
 
 
 def why_not_resumable(loader: Any) -> str | None:
@@ -59,7 +59,7 @@ class ResumableLoader(DataLoader[Any]):
         # Attributes are copied, because a DataLoader's own arguments contradict each other (a sampler and a
         # batch sampler).
         vars(self).update(vars(loader))
-        vars(self)["_iterator"] = None
+        vars(self)["_iterator"] = getattr(loader._iterator, "_base_seed", None)
         self.times: LoadTimes | None = None
         self.on_the_way: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self.epoch_batches: float = math.inf
@@ -87,7 +87,13 @@ class ResumableLoader(DataLoader[Any]):
         # Lightning records loaders' arguments, permanently if a user's loader has raised: including workers
         # and iterators.
         kept = {name: value for name, value in vars(self).items() if not name.startswith("__pl_")}
-        run = {"_standing": None, "_iterator": None, "_order": None, "times": None, "on_the_way": iter}
+        run = {
+            "_standing": None,
+            "_iterator": self._seed_after(),
+            "_order": None,
+            "times": None,
+            "on_the_way": iter,
+        }
         return {**kept, **run, "_to_resume": within, "_has_begun": False}
 
     def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
@@ -111,7 +117,7 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def built(self) -> Any:
         """The object that workers get: the data set and the function that makes batches of it."""
-        return _Build(self.dataset, self.collate_fn, self.batch_sampler is not None, self._rank)
+        return SeededBuild(self.dataset, self.collate_fn, self.batch_sampler is not None, self._rank)
 
     def state_dict(self) -> State:
         """The loader's position: how many batches are done, and what reproduces their order; 30 KB."""
@@ -123,14 +129,13 @@ class ResumableLoader(DataLoader[Any]):
         return {
             "batches_done": self._done if order is not None else 0,
             "batches": len(self),
-            **self._identity(),
+            **identity_of_sampling(self, self._ranks),
             "of_rank": [self._rank, self._ranks],
             "order": order,
             "order_crc": crc,
             "epoch": getattr(self._of_epochs(), "epoch", None),
-            "generators": [
-                one.get_state() for one in sampling_order.generators_of(_sampler_of(self), self.generator)
-            ],
+            "generators": [one.get_state() for one in generators_of(_sampler_of(self), self.generator)],
+            "seed": self._seed_after(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -149,26 +154,27 @@ class ResumableLoader(DataLoader[Any]):
                 f"The loader's state is of an epoch of {state['batches']} batches, and this one has {len(self)}, so "
                 "its position means nothing here; resume with the same data and batch size, or load the weights alone."
             )
-        if state["batches_done"] and (differing := differences(state, self._identity())):
+        now = identity_of_sampling(self, self._ranks)
+        if state["batches_done"] and (differing := differences(state, now)):
             raise ValueError(
                 f"The loader's state is of another order of samples ({'; '.join(differing)}), so its position means "
                 "nothing here; resume with the same data, kind of sampler and samples a step over all ranks (of one "
                 "rank and several the samplers differ), or load the weights alone."
             )
         self._to_resume, self._order, self._has_begun = state, None, False
+        self._keep_seed(state.get("seed"))
         self._done = state["batches_done"]
         # Restored now, because Lightning may recreate this epoch's loader from the same generators.
         if not self._done:
-            sampling_order.restore_generators(state, _sampler_of(self), self.generator)
+            restore_generators(state, _sampler_of(self), self.generator)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Lightning may request an iterator twice before it draws from one: that is still the same epoch.
         if self._has_begun:
+            self._keep_seed(self._seed_after())
             self._done, self._has_begun = 0, False
         if self._to_resume is None:
-            self._order = Order(
-                _sampler_of(self), self.generator, draws_at_once=self._as_made.num_workers > 0
-            )
+            self._order = self._new_order()
         self._iteration += 1
         return self._batches(self._iteration)
 
@@ -184,8 +190,6 @@ class ResumableLoader(DataLoader[Any]):
                 done += 1
                 if iteration == self._iteration:  # ignore an iterator that a newer one has replaced
                     self._done = done
-                if done == len(self) and self._as_made.num_workers:
-                    order.end()  # as torch's workers, which draw ahead; without workers it ends below
                 yield held.pop()
                 if self._workers is not workers:  # other workers build the rest
                     break
@@ -200,14 +204,41 @@ class ResumableLoader(DataLoader[Any]):
             # A trainer that was stopped within an epoch may count it as done and have announced the next.
             if state["epoch"] is not None:
                 self._of_epochs().set_epoch(state["epoch"])
-            self._order = Order.resumed(sampler, self.generator, state["order"], state["batches_done"])
+            self._order = Order.resumed(
+                sampler, self.generator, state["order"], state["batches_done"], ahead=self._ahead
+            )
+            self._keep_seed(self._order.seed)
             self._refuse_other_order(state, self._order)
         elif state is not None or self._order is None:
             if state is not None:
-                sampling_order.restore_generators(state, sampler, self.generator)
+                restore_generators(state, sampler, self.generator)
             self._done = 0
-            self._order = Order(sampler, self.generator)
+            self._order = self._new_order()
         return self._order
+
+    def _new_order(self) -> Order:
+        order = Order(_sampler_of(self), self.generator, ahead=self._ahead, seed=vars(self)["_iterator"])
+        self._keep_seed(order.seed)
+        return order
+
+    @property
+    def _ahead(self) -> int:
+        """The batches that torch's loader, with the workers it was made with, draws ahead."""
+        return self._as_made.num_workers * self._as_made.prefetch
+
+    def _keep_seed(self, seed: int | None) -> None:
+        """Keep the seed of workers that stay.
+
+        It is kept under the name of torch's persistent iterator, which Lightning resets when a fit ends: from
+        then on torch draws a seed anew.
+        """
+        is_persistent = self._as_made.is_persistent and self._as_made.num_workers > 0
+        vars(self)["_iterator"] = seed if is_persistent else None
+
+    def _seed_after(self) -> int | None:
+        """The seed of the next epoch, or of this one before its first batch; None: it is drawn."""
+        seed = vars(self)["_iterator"]
+        return next_seed(seed) if self._has_begun and seed is not None else seed
 
     def _refuse_other_order(self, state: State, order: Order) -> None:
         """Raise if the sampler, drawn again, gives other samples for the batches that are done."""
@@ -220,20 +251,6 @@ class ResumableLoader(DataLoader[Any]):
                 "a generator that is not torch's, can be resumed at an epoch's end only."
             )
 
-    def _identity(self) -> State:
-        """What determines the order of the samples, as far as it is known; the same on every rank."""
-        batches = self.batch_sampler
-        sampler: Any = self.sampler if batches is None else getattr(batches, "sampler", batches)
-        size, ranks = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", None)
-        told: State = {"sampler": type(sampler).__name__}
-        if hasattr(self.dataset, "__len__"):
-            told["samples"] = len(self.dataset)  # pyright: ignore[reportArgumentType]
-        if isinstance(size, int):
-            told["samples_per_step"] = size * (ranks or 1)
-        if not isinstance(size, int) or ranks is None:  # how the ranks divide the samples is up to the user
-            told["ranks"] = self._ranks
-        return told
-
     def _is_within(self, done: int) -> bool:
         """Whether an epoch has begun and not ended after this many batches."""
         return 0 < done < min(len(self), self.epoch_batches)
@@ -244,7 +261,10 @@ class ResumableLoader(DataLoader[Any]):
         return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 
     def _built(self, order: Order) -> Iterator[Any]:
-        return map(self._noted, self._standing_workers(order.seed).batches(_seeded(order)))
+        return map(
+            self._noted,
+            self._standing_workers(order.seed).batches(seeded(order, early=self._workers.num_workers > 0)),
+        )
 
     def _noted(self, built: Built) -> Any:
         if self.times is not None and self._workers.num_workers:
@@ -263,36 +283,9 @@ class ResumableLoader(DataLoader[Any]):
         return self._standing[1]
 
 
-class _Build:
-    """Builds a batch from its samples, with its own random stream."""
-
-    def __init__(self, dataset: Any, collate_fn: Any, samples: bool, rank: int) -> None:
-        self.dataset, self.collate_fn, self.samples, self.rank = dataset, collate_fn, samples, rank
-
-    def __call__(self, job: Job) -> Any:
-        number, (seed, asked) = job
-        kept = GlobalNumbers() if get_worker_info() is None else None
-        mixed = np.random.SeedSequence([seed, self.rank, number]).generate_state(1, np.uint64)
-        GlobalNumbers.seed(int(mixed[0]) >> 1)
-        try:
-            return self.collate_fn(self._samples(asked) if self.samples else self.dataset[asked])
-        finally:
-            if kept is not None:
-                kept.restore()
-
-    def _samples(self, numbers: list[Any]) -> Any:
-        together = getattr(self.dataset, "__getitems__", None)
-        return together(numbers) if together else [self.dataset[number] for number in numbers]
-
-
 def with_other_ranks(states: list[State]) -> State:
     """The state of the first rank, with those of the others inside: each may draw in its own way."""
     return {**states[0], "others": states[1:]}
-
-
-def _seeded(order: Order) -> Iterator[Job]:
-    for number, item in order.jobs():
-        yield number, (order.seed, item)
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:

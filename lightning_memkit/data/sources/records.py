@@ -1,17 +1,17 @@
 """Converts records to token ids: texts, conversations, prompts with completions, or existing ids."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
-
 from lightning_memkit.data.sources.chat import conversation_of
+from lightning_memkit.data.sources.columns import flat_column
 from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 from lightning_memkit.data.sources.store import TokenStore, joined
+from lightning_memkit.data.sources.surrogates import holds_half, without_halves
 from lightning_memkit.data.sources.token_records import (
-    Column,
     mixed,
     shown,
     store_of_columns,
@@ -21,6 +21,7 @@ from lightning_memkit.data.sources.tokenizers import Tokenizer
 
 RecordKind = Literal["auto", "text", "messages", "prompt", "input_ids"]
 _ID_COLUMNS = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks")
+_TEXT_FIELDS = ("messages", "prompt", "completion", "tools")
 _Made = TypeVar("_Made")
 
 
@@ -56,6 +57,7 @@ class Encoder:
     source: Source
     tokenizer: Tokenizer | None
     options: RecordOptions
+    _told: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Encoder:
         """
         if self.options.kind in ("auto", "input_ids") and (table := self.source.columns(part)) is not None:
             return self._of_columns(table, part)
-        groups = groupby(self.source.records(part), key=lambda numbered: self._kind(part, *numbered))
+        groups = groupby(self._records(part), key=lambda numbered: self._kind(part, *numbered))
         return joined(self._encoded(kind, part, list(group)) for kind, group in groups)
 
     def _encoded(self, kind: str, part: SourcePart, group: list[Numbered]) -> TokenStore:
@@ -118,27 +120,40 @@ class Encoder:
 
     def _of_columns(self, table: Any, part: SourcePart) -> TokenStore:
         names = [name for name in _ID_COLUMNS if name in table.column_names]
-        return store_of_columns(
-            {name: self._flat(name, table.column(name), part) for name in names}, part.first
-        )
 
-    def _flat(self, name: str, column: Any, part: SourcePart) -> Column:
-        lists = column.combine_chunks()
-        lists = lists.chunk(0) if hasattr(lists, "chunk") else lists
-        counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-        values = lists.flatten()
-        missing = np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False))
-        if not len(missing) and values.null_count:
-            at = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))
-            missing = np.searchsorted(np.cumsum(counts), at, "right")
-        if len(missing):
-            where = self.source.where(part, part.first + int(missing[0]))
-            raise ValueError(
-                f"{where} has null in {name!r} ({len(missing):,} such here); it is one "
-                "row of integers, and an empty one is no document. Fill it in, or leave the record out; of records "
-                "that have texts instead, tokenise all or none."
-            )
-        return values.to_numpy(zero_copy_only=False), counts
+        def where(row: int) -> str:
+            return self.source.where(part, part.first + row)
+
+        columns = {name: flat_column(name, table.column(name), where) for name in names}
+        try:
+            return store_of_columns(columns, part.first)
+        except ValueError as error:
+            raise ValueError(f"{part.file or self.source.name}: {error}") from None
+
+    def _records(self, part: SourcePart) -> Iterator[Numbered]:
+        """The records of a part; halves of surrogate pairs in their texts, if any, are reported and replaced."""
+        fields = (self.options.text_field, *_TEXT_FIELDS)
+        for number, record in self.source.records(part):
+            if isinstance(record, Mapping):
+                broken = [name for name in fields if name in record and holds_half(record[name])]
+                if broken:
+                    self._tell_of_halves(part, number, f"its {broken[0]!r}")
+                    record = {**record, **{name: without_halves(record[name]) for name in broken}}
+            elif isinstance(record, str) and holds_half(record):
+                self._tell_of_halves(part, number, "it")
+                record = without_halves(record)
+            yield number, record
+
+    def _tell_of_halves(self, part: SourcePart, number: int, what: str) -> None:
+        if self._told:  # each process tells of its first
+            return
+        self._told.append(number)
+        warnings.warn(
+            f"{self.source.where(part, number)}: {what} holds half of a surrogate pair, which is no character and is "
+            "read as '?', here and in the documents that follow; it comes of a text that was cut within an emoji, "
+            "say. Mend the text, or leave the record out.",
+            stacklevel=2,
+        )
 
     def _kind(self, part: SourcePart, number: int, record: Any) -> str:
         kinds = kinds_of(record, self.options.text_field)

@@ -1,5 +1,6 @@
 """Turns what a user gives as a source (paths, tables, lists) into a `Source`."""
 
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def source_of(source: Any) -> Source:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the suffix is unknown, or a folder has no such file, or several kinds of them.
+        ValueError: the suffix is unknown, or a folder has no such file, or several kinds of them, or the records
+            in memory have no numbers from 0.
     """
     if isinstance(source, (str, Path)) and str(source) == "python-stdlib":
         return StandardLibrary()
@@ -27,8 +29,27 @@ def source_of(source: Any) -> Source:
         return _of_path(Path(source))
     if is_table(source):
         return table_of_dataset(source)
+    if hasattr(source, "iloc") and getattr(source, "ndim", 2) == 1:
+        source = source.tolist()  # a pandas Series has numbers of its own
+    _refuse_unnumbered(source)
     # A torch IterableDataset has a `__getitem__`, too, but it raises.
     return Listed(list(source) if isinstance(source, IterableDataset) else source)
+
+
+def _refuse_unnumbered(source: Any) -> None:
+    """Raise for records in memory that can't be read by their number."""
+    kind = type(source).__name__
+    if isinstance(source, Set):
+        remedy = "a set has no order that a resume could find again; give sorted(source)"
+    elif isinstance(source, Mapping):
+        remedy = "a mapping of columns is no list of records; give datasets.Dataset.from_dict(source)"
+    elif hasattr(source, "iloc"):
+        remedy = 'its numbers are those of columns; give source.to_dict("records")'
+    elif not hasattr(source, "__getitem__") and not isinstance(source, IterableDataset):
+        remedy = "its documents have no numbers; give list(source)"
+    else:
+        return
+    raise ValueError(f"The source is a {kind}, whose documents can't be read by their number: {remedy}.")
 
 
 def _of_path(path: Path) -> Source:

@@ -18,19 +18,23 @@ class TextTable(Source):
         name: Part of a cache's name and of errors.
         identity: What determines the contents.
         rows: The number of rows.
-        read: Yields the rows in order, as Arrow tables or record batches.
+        read: Yields the rows in order, as Arrow tables or record batches, each with its file if there are several.
     """
 
-    def __init__(self, name: str, identity: Any, rows: int, read: Callable[[], Iterator[Any]]) -> None:
+    def __init__(
+        self, name: str, identity: Any, rows: int, read: Callable[[], Iterator[tuple[str, Any]]]
+    ) -> None:
         self.name, self.identity, self.work, self._read = name, identity, rows, read
 
     def parts(self) -> Iterator[SourcePart]:
         """Yield a thousand rows at a time."""
-        first = 0
-        for rows in self._read():
+        first, last_file = 0, ""
+        for file, rows in self._read():
+            if file != last_file:
+                first, last_file = 0, file
             for begin in range(0, rows.num_rows, RECORDS_A_PART):
                 some = rows.slice(begin, RECORDS_A_PART)
-                yield SourcePart(first=first, content=_as_bytes(some), work=some.num_rows)
+                yield SourcePart(first=first, content=_as_bytes(some), work=some.num_rows, file=file)
                 first += some.num_rows
 
     def records(self, part: SourcePart) -> list[Numbered]:
@@ -75,17 +79,17 @@ def table_of_files(files: list[Path], name: str) -> TextTable:
     return TextTable(name, [file_identity(path) for path in files], rows, partial(_of_files, files, name))
 
 
-def _of_dataset(table: Any) -> Iterator[Any]:
-    return iter(table.with_format("arrow").iter(RECORDS_A_PART))
+def _of_dataset(table: Any) -> Iterator[tuple[str, Any]]:
+    return (("", rows) for rows in table.with_format("arrow").iter(RECORDS_A_PART))
 
 
-def _of_files(files: list[Path], name: str) -> Iterator[Any]:
+def _of_files(files: list[Path], name: str) -> Iterator[tuple[str, Any]]:
     for path in files:
         batches = iter(_batches(path))
         while (
             batch := _read_or_refused(lambda batches=batches: next(batches, None), path, name)
         ) is not None:
-            yield batch
+            yield path.name if len(files) > 1 else "", batch
 
 
 def _batches(path: Path) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -60,9 +61,15 @@ def _by_processes(
     workers = WorkerBatches(partial(_encode, encoder), options)
     try:
         for built in workers.batches(_or_error(parts)):
-            if isinstance(built.batch, Exception):
-                raise built.batch
-            yield built.batch
+            result, said = built.batch
+            for (
+                message,
+                category,
+            ) in said:  # a process's warnings reach neither this one's filters nor its log
+                warnings.warn(message, category, stacklevel=2)
+            if isinstance(result, Exception):
+                raise result
+            yield result
     except BatchError as error:
         raise RuntimeError(
             f"A process that tokenised {encoder.source.name} died, most often for want of memory; try fewer with "
@@ -78,14 +85,20 @@ def _or_error(parts: Iterator[SourcePart]) -> Iterator[tuple[int, SourcePart | E
         yield 0, error
 
 
-def _encode(encoder: Encoder, job: tuple[int, SourcePart | Exception]) -> tuple[TokenStore, int] | Exception:
+def _encode(
+    encoder: Encoder, job: tuple[int, SourcePart | Exception]
+) -> tuple[tuple[TokenStore, int] | Exception, list[tuple[str, type[Warning]]]]:
+    """A part's tokens, or the error, and the warnings that were given on the way."""
     _, part = job
     if isinstance(part, Exception):
-        return part
-    try:
-        return encoder(part), part.work
-    except Exception as error:
-        return error
+        return part, []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            result = encoder(part), part.work
+        except Exception as error:
+            result = error
+    return result, [(str(one.message), one.category) for one in said]
 
 
 def _without_threads(worker: int) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memkit.data.batching.sampling_order import GlobalNumbers
+from lightning_memkit.data.batching.random_numbers import GlobalNumbers
 from lightning_memkit.memory.sizing import part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch.optim import Optimizer
 
-from lightning_memkit.data.batching.sampling_order import GlobalNumbers
+from lightning_memkit.data.batching.random_numbers import GlobalNumbers
 from lightning_memkit.plugins.asked import budgets_among, says
 from lightning_memkit.plugins.planning._predicted_ranks import many_ranks
 from lightning_memkit.plugins.planning._sharded_prediction import ddp_in_buckets

@@ -23,6 +23,7 @@ from lightning_memkit.checkpoints import sharded
 from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.places import folder_of_ranks
+from lightning_memkit.checkpoints.saveable import refuse_unsaveable
 from lightning_memkit.distributed.own_group import own_group
 from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.optim.split import LOW_HALF
@@ -45,7 +46,7 @@ def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
         sharded.save_sharded(shares, checkpoint, path)
         return
     wait_on_all_ranks(checkpoint_io)  # at most one copy at a time; raises the previous write's error
-    sharded.refuse_unsaveable(shares, checkpoint)
+    refuse_unsaveable(shares, checkpoint)
     copies, rest, group = host_copies(shares), host_copies(checkpoint), own_group()
     path.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint links to it at once
     checkpoint_io.write_later(lambda: sharded.save_sharded(copies, rest, path, group), path)
