@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.comparisons import refuse_comparisons
 from lightning_memkit.optim.consolidate import float32_weight
@@ -39,6 +38,7 @@ from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.optim.wrapper_checkpoints import keep_states_exact
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 
@@ -63,7 +63,7 @@ class Compensation:
         self.stock_step = stock_step(optimizer)
         engine.may_fuse = not has_own_step(optimizer)
         engine.under_identity = not (is_known_by_parameter(optimizer) or _is_sharded(optimizer))
-        self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
+        self._undo_checkpoints = keep_states_exact(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
         # A scheduler has already wrapped the step.
         wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")
