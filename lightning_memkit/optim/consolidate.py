@@ -188,7 +188,7 @@ def _with_low_halves(
     for index, state in saved.get(STATE_KEY, {}).get(LOW_HALVES_KEY, {}).items():  # a wrapper's
         if names is None:
             raise ValueError(_NO_NAMES)
-        yield names[optimizer][index], state
+        yield names[optimizer][int(index)], state
 
 
 def _states_of(saved: Mapping[str, Any]) -> Mapping[Any, Any]:

@@ -130,7 +130,7 @@ def test_optimizers_inside_are_found_once_at_any_depth():
     outer = Lookahead(Delegating(base))
     assert inner_optimizers(outer) == [outer.optimizer, base]
     assert inner_optimizers(base) == []
-    outer.all = {"of": [base, outer]}
+    vars(outer)["all"] = {"of": [base, outer]}
     assert inner_optimizers(outer) == [outer.optimizer, base]
 
 
