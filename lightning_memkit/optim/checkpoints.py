@@ -134,7 +134,7 @@ def _hide(state: Any) -> Any:
 
 
 def written_to(low: dict[str, Tensor], saved: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """Saved low halves of a parameter; those that fit are written into the existing ones, which optimizers may share."""
+    """Saved low halves; those that fit are written into the existing ones, which optimizers may share."""
     written = {}
     for name, value in saved.items():
         own = low.get(name)

@@ -170,6 +170,10 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=2,
         )
     weights, states = consolidate_state_dicts(checkpoint[trained_under], states, names)
+    beside = next((value.get(LOW_HALVES_KEY, {}) for value in checkpoint.values() if _is_names(value)), {})
+    for name, low in beside.items():  # of weights that no optimizer of the Trainer's steps
+        if name in weights:
+            weights[name] = float32_weight(checkpoint[trained_under][name], low)
     if "optimizer_states" in kept:
         kept["optimizer_states"] = states
     kept[trained_under] = weights
