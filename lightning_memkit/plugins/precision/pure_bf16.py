@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memkit.distributed.shards import sharded_like
@@ -30,9 +29,14 @@ from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.modes import Mode, States
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
-from lightning_memkit.plugins.precision._fit import batches_per_step, is_fitting, trainer_of, unwrapped
+from lightning_memkit.plugins.precision._fit import (
+    averages_late,
+    batches_per_step,
+    is_fitting,
+    trainer_of,
+    unwrapped,
+)
 from lightning_memkit.plugins.precision._optimizers import FitOptimizers
-from lightning_memkit.plugins.seams.lightning_run import averages_after_backward
 from lightning_memkit.utilities.patching import Undo, replace_method
 
 
@@ -43,7 +47,8 @@ class PureBF16Precision(Precision):
     cast where a layer's weights need it; integers, float64 and targets never are. The default dtype stays
     float32. The optimizers of `configure_optimizers` step in float32 on the compensated weights
     (`optim.compensation.compensate`). Manual optimization works with any number of optimizers, through
-    ``self.optimizers()`` or the optimizers themselves. Checkpoints hold every state bit for bit.
+    ``self.optimizers()``, the optimizers themselves, or such as the module makes and steps itself; the first step
+    of these takes 16 bytes a parameter more. Checkpoints hold every state bit for bit.
 
     Args:
         compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; with ``"split"`` weight and
@@ -52,16 +57,17 @@ class PureBF16Precision(Precision):
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) if an optimizer
-            step has more than one micro-batch or batch, and in bfloat16 otherwise. DDP and FSDP2 can't reduce
-            float32 gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup,
-            unless `MemoryBudget` averages DDP's gradients after the backward (``recover=True``).
+            step has more than one micro-batch or batch, or a backward adds to gradients that were kept, and in
+            bfloat16 otherwise. DDP and FSDP2 can't reduce float32 gradients of bfloat16 weights: there "auto"
+            warns and "float32" is refused at setup, unless `MemoryBudget` averages DDP's gradients after the
+            backward (``recover=True``).
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
         ValueError: An option has an unknown value. At setup, an optimizer compares evaluations of its closure
             (LBFGS, line searches) and ``compensation`` is not ``"split"`` or ``states`` is ``"compact"``.
         TypeError: At setup, an optimizer's step evaluates its closure itself (SAM, LBFGS) and its parameters
-            are sharded.
+            are sharded. In its first step, an optimizer that the Trainer doesn't know has sharded parameters.
     """
 
     precision: Literal["bf16-true"] = "bf16-true"
@@ -169,7 +175,7 @@ class PureBF16Precision(Precision):
             self._undo.append(self._optimizers.begin(self._module, optimizers))
             self._undo.append(full_precision_reductions())
             self._undo.append(lambda: self._gradients.give_back(self._trainable_parameters()))
-            why_not = why_no_float32_gradients(model, averaged_late=_averages_late(model))
+            why_not = why_no_float32_gradients(model, averaged_late=averages_late(model))
             self._gradients.begin(least_parts=batches_per_step(model), why_not=why_not)
             self.set_gradient_parts(1)
             self._watched = list(self._trainable_parameters())
@@ -291,10 +297,3 @@ def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part.__dict__["_dtype"] = dtype
-
-
-def _averages_late(model: nn.Module) -> bool:
-    """Whether `MemoryBudget` averages DDP's gradients after the backward."""
-    trainer = trainer_of(model)
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return is_ddp and trainer is not None and averages_after_backward(trainer, model)
