@@ -24,7 +24,7 @@ def seen(leaves):
 
 
 def backward(leaves, factor: float = 0.001) -> None:
-    sum((leaf.float() * factor).sum() for leaf in leaves).backward()
+    torch.stack([(leaf.float() * factor).sum() for leaf in leaves]).sum().backward()
 
 
 def test_a_first_pass_and_one_after_zero_grad_are_none(leaves, seen):

@@ -3,13 +3,14 @@
 import gc
 import weakref
 from importlib import import_module
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.consolidate import consolidate_checkpoint, float32_state_dict
@@ -45,7 +46,7 @@ class Fed(pl.LightningModule):
         generator = torch.Generator().manual_seed(100 + number)
         drawn = (torch.randn(p.shape, generator=generator).bfloat16() for p in self.parameters())
         products = (p * d.to(p.dtype) for p, d in zip(self.parameters(), drawn, strict=True))
-        return sum(product.float().sum() for product in products)
+        return torch.stack([product.float().sum() for product in products]).sum()
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch_idx)
@@ -55,6 +56,13 @@ class Fed(pl.LightningModule):
 
     def own_optimizers(self):
         return []
+
+    def stepper(self) -> Any:
+        return self.optimizers()
+
+    def gradient(self) -> torch.Tensor:
+        assert self.one.grad is not None
+        return self.one.grad
 
 
 class ByAttribute(Fed):
@@ -148,8 +156,8 @@ class Beside(Own):
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
-        self.optimizers().step()
-        self.optimizers().zero_grad()
+        self.stepper().step()
+        self.stepper().zero_grad()
 
 
 class OverTheSame(Own):
@@ -163,7 +171,7 @@ class OverTheSame(Own):
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
-        self.optimizers().step()
+        self.stepper().step()
 
 
 MODULES = (
@@ -191,7 +199,7 @@ def trainer(precision=None, batches: int = 6, **options) -> pl.Trainer:
 def fitted(module, precision=None, rows: int = 8, **options):
     fit = {name: options.pop(name) for name in ("ckpt_path",) if name in options}
     runner = trainer(precision, **options)
-    runner.fit(module, DataLoader(list(range(rows)), 1), **fit)
+    runner.fit(module, DataLoader(TensorDataset(torch.arange(rows)), 1), **fit)
     return module, runner
 
 
@@ -329,6 +337,7 @@ def test_averages_follow_the_exchange():
     def average(precision):
         callback = WeightAveraging(avg_fn=lambda old, new, count: old + (new - old) / 4)
         fitted(ByAttribute(), precision, callbacks=[callback])
+        assert callback._average_model is not None
         return dict(callback._average_model.module.named_parameters())
 
     ours, plain = average(exact()), average(None)
@@ -367,7 +376,8 @@ class Kept(Fed):
         self.raw = raw
 
     def loss(self, number):
-        return sum((p * torch.tensor(0.001, dtype=BF16).to(p.dtype)).float().sum() for p in self.parameters())
+        one = torch.tensor(0.001, dtype=BF16)
+        return torch.stack([(p * one.to(p.dtype)).float().sum() for p in self.parameters()]).sum()
 
     def backward_of(self, loss):
         if self.raw:
@@ -378,9 +388,9 @@ class Kept(Fed):
     def training_step(self, batch, batch_idx):
         self.backward_of(self.loss(batch_idx))
         if batch_idx == 511:
-            self.seen = self.one.grad.clone()
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+            self.seen = self.gradient().clone()
+            self.stepper().step()
+            self.stepper().zero_grad()
 
 
 class KeptInOneBatch(Kept):
@@ -399,10 +409,10 @@ class OwnZeroGrad(Kept):
     def training_step(self, batch, batch_idx):
         return self.loss(batch_idx)
 
-    def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure: Any = None):
         closure()
         if batch_idx == 511:
-            self.seen = self.one.grad.clone()
+            self.seen = self.gradient().clone()
             optimizer.step()
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
@@ -416,7 +426,7 @@ class KeptForOwn(Kept):
     def configure_optimizers(self):
         return None
 
-    def optimizers(self):
+    def stepper(self):
         if not hasattr(self, "own"):
             self.own = torch.optim.SGD(self.parameters(), 1.0)
         return self.own
@@ -449,9 +459,9 @@ def test_the_usual_step_keeps_bfloat16_gradients(set_to_none):
     class Usual(Fed):
         def training_step(self, batch, batch_idx):
             self.manual_backward(self.loss(batch_idx))
-            self.dtype_seen = self.one.grad.dtype
-            self.optimizers().step()
-            self.optimizers().zero_grad(set_to_none=set_to_none)
+            self.dtype_seen = self.gradient().dtype
+            self.stepper().step()
+            self.stepper().zero_grad(set_to_none=set_to_none)
 
     module, _ = fitted(Usual(manual=True), PureBF16Precision())
     assert module.dtype_seen == BF16
