@@ -22,6 +22,9 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.patching import Undo
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
+LOW_HALVES_KEY = (
+    "low_halves"  # in that entry: the low halves of an optimizer that lays out its own state dict
+)
 # Torch places it on the CPU or the device, by the fused and capturable flags.
 _LEFT_TO_TORCH = frozenset({"step"})
 
@@ -37,23 +40,31 @@ class _Hidden:
         return float(self.value)
 
 
-def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding) -> Undo:
-    """Make the optimizer's own `state_dict` and `load_state_dict` exact; returns the undo."""
-    low_halves: dict[Tensor, dict[str, Tensor]] = {}
+def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding | None) -> Undo:
+    """Make the optimizer's own `state_dict` and `load_state_dict` exact; returns the undo.
+
+    Args:
+        optimizer: any whose `state_dict` calls torch's hooks.
+        rounding: the noise that is saved, too; None for an optimizer inside a wrapper, which saves it itself.
+    """
+    existing: dict[Tensor, dict[str, Tensor]] = {}
+    loaded: dict[Tensor, dict[str, Tensor]] = {}
 
     def complete(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        states = {key: _gatherable(state) for key, state in state_dict["state"].items()}
-        return {**state_dict, "state": states, STATE_KEY: {"rounding": rounding.state_dict()}}
+        states = {key: gatherable(state) for key, state in state_dict["state"].items()}
+        noise = {} if rounding is None else {STATE_KEY: {"rounding": rounding.state_dict()}}
+        return {**state_dict, "state": states, **noise}
 
     def hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         saved = state_dict.get(STATE_KEY)
-        if saved is not None:
+        if saved is not None and rounding is not None:
             rounding.load_state_dict(saved["rounding"])
         # A checkpoint of float32 training has no low halves: those captured when its weights were cast stay.
-        low_halves.clear()
+        existing.clear()
+        loaded.clear()
         for key, state in optimizer.state.items():
             if isinstance(key, Tensor):
-                low_halves[key] = {name: state[name] for name in LOW_STATES if name in state}
+                existing[key] = {name: state[name] for name in LOW_STATES if name in state}
         saved_keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = dict(zip(saved_keys, (slot.parameter for slot in slots(optimizer)), strict=False))
         states = {}
@@ -62,7 +73,7 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
                 low = {name: as_low(name, value) for name, value in state.items() if name in LOW_STATES}
                 state = {name: value for name, value in state.items() if name not in LOW_STATES}
                 if low:
-                    low_halves[owners[key]] = _reveal(_hide(low), owners[key])
+                    loaded[owners[key]] = low
                 if not state:  # optimizers expect "step" in any state that exists
                     continue
             states[key] = _hide(state)
@@ -71,10 +82,14 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
     def reveal(optimizer: Optimizer) -> None:
         for key, value in optimizer.state.items():
             optimizer.state[key] = _reveal(value, key if isinstance(key, Tensor) else None)
-        for parameter, low in low_halves.items():
+        for parameter in {**existing, **loaded}:
+            low = existing.get(parameter, {})
+            if parameter in loaded:
+                low = written_to(low, loaded[parameter], parameter)
             if low:
                 optimizer.state[parameter].update(low)
-        low_halves.clear()
+        existing.clear()
+        loaded.clear()
 
     handles = (
         optimizer.register_state_dict_post_hook(complete),
@@ -94,7 +109,7 @@ def as_low(name: str, saved: Tensor) -> Tensor:
     return saved.view(torch.int16) if name == LOW_HALF and saved.dtype == torch.bfloat16 else saved
 
 
-def _gatherable(state: Any) -> Any:
+def gatherable(state: Any) -> Any:
     """A state whose sharded low half is viewed as bfloat16: neither gloo nor NCCL gathers 16-bit integers."""
     low = state.get(LOW_HALF) if isinstance(state, dict) else None
     if low is None or not hasattr(low, "to_local"):
@@ -116,6 +131,22 @@ def _hide(state: Any) -> Any:
         else:
             hidden[name] = _Hidden(value) if isinstance(value, (Tensor, Iterable)) else value
     return hidden
+
+
+def written_to(low: dict[str, Tensor], saved: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """Saved low halves; those that fit are written into the existing ones, which optimizers may share."""
+    written = {}
+    for name, value in saved.items():
+        own = low.get(name)
+        if own is not None and (own.dtype, own.shape, own.device) == (
+            value.dtype,
+            value.shape,
+            parameter.device,
+        ):
+            written[name] = own.copy_(value)
+        else:
+            written[name] = _copied(value, parameter.device)
+    return written
 
 
 def _reveal(state: Any, parameter: Tensor | None) -> Any:

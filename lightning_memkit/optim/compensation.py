@@ -14,12 +14,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.comparisons import refuse_comparisons
 from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.eager import own_values_by_parameter, restore_filled_states, widen_own_buffers
+from lightning_memkit.optim.eager import restore_filled_states, warn_of_own_values, widen_own_buffers
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, is_bitsandbytes
+from lightning_memkit.optim.kahan import COMPENSATION as KAHAN
 from lightning_memkit.optim.methods import (
     COMPENSATION,
     give_step_back,
@@ -39,6 +39,7 @@ from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.optim.wrapper_checkpoints import keep_states_exact
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 
@@ -63,7 +64,7 @@ class Compensation:
         self.stock_step = stock_step(optimizer)
         engine.may_fuse = not has_own_step(optimizer)
         engine.under_identity = not (is_known_by_parameter(optimizer) or _is_sharded(optimizer))
-        self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
+        self._undo_checkpoints = keep_states_exact(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
         # A scheduler has already wrapped the step.
         wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")
@@ -176,7 +177,8 @@ def compensate(
             rounds at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"exact"``
             keeps every state in float32.
-        low_halves: int16 low halves of float32 weights, as `cast_module` collects them.
+        low_halves: int16 low halves of float32 weights, as `cast_module` collects them, or those of another
+            optimizer over the same parameters (`shared_low_halves`), which then are shared.
         seed: seeds stochastic rounding, which leaves torch's random state alone.
         bucket_bytes: float32 temporaries of a step, by default 8 MiB on a CPU and 256 MiB elsewhere. Optimizers
             that are known to treat every element alike (AdamW and most of torch.optim) step larger parameters
@@ -221,28 +223,16 @@ def compensate(
     else:
         restore_filled_states(optimizer)
         if not known:
-            _warn_of_own_values(optimizer)
+            warn_of_own_values(optimizer)
     optimizer.__dict__[COMPENSATION] = compensation
     if mode in ("kahan", "split"):
         for slot in slots(optimizer):
             low = (low_halves or {}).get(slot.parameter)
             if low is not None and is_compensated(slot.parameter):
-                optimizer.state[slot.parameter][LOW_HALF] = low.to(slot.parameter.device)
+                name = LOW_HALF if low.dtype == torch.int16 else KAHAN
+                optimizer.state[slot.parameter][name] = low.to(slot.parameter.device)
     _mend_loading(optimizer)
     return compensation
-
-
-def _warn_of_own_values(optimizer: Optimizer) -> None:
-    """Warn of values kept outside the state, which the float32 stand-ins of sharded parameters can't find."""
-    names = own_values_by_parameter(optimizer)
-    if names:
-        warnings.warn(
-            f"{type(optimizer).__name__} keeps {', '.join(names)} outside of its state, and its parameters are "
-            "sharded (DTensor): a compensated bfloat16 step shows it float32 stand-ins for them, which such lookups "
-            "and buffers don't know, and the result may differ. Keep them in self.state[parameter], or train in "
-            "float32 (precision='32-true').",
-            stacklevel=3,
-        )
 
 
 def _compensated_again(kind: type[Optimizer], state: Any, options: tuple[Any, ...]) -> Optimizer:

@@ -7,7 +7,7 @@ gives.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import local_part
-from lightning_memkit.optim.checkpoints import STATE_KEY, as_low
+from lightning_memkit.optim.checkpoints import LOW_HALVES_KEY, STATE_KEY, as_low
 from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
@@ -25,6 +25,12 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 NAMES_KEY = "memkit_parameter_names"  # the checkpoint key of what `parameter_names` returned
 # Of Lightning's WeightAveraging: if present, "state_dict" is the average.
 _CURRENT_WEIGHTS = "current_model_state"
+
+_NO_NAMES = (
+    "The checkpoint has low halves but no names of the parameters they belong to: it was saved without "
+    "PureBF16Precision, or by an earlier version. Resume it with ckpt_path= and save it once more; "
+    "outside Lightning, pass the names that parameter_names(module, optimizers) gives."
+)
 
 Names = Sequence[Sequence[Sequence[str]]]
 
@@ -120,10 +126,8 @@ def consolidate_state_dicts(
     """
     whole: dict[str, Any] = dict(weights)
     for number, saved in enumerate(optimizer_states):
-        for key, state in saved["state"].items():
-            if not isinstance(state, Mapping) or not any(name in state for name in LOW_STATES):
-                continue
-            present = [name for name in _names_of(key, number, saved, names) if name in weights]
+        for known, state in _with_low_halves(number, saved, names):
+            present = [name for name in known if name in weights]
             if present:
                 wide = float32_weight(weights[present[0]], state)
                 whole.update({name: wide for name in present})
@@ -166,6 +170,10 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=2,
         )
     weights, states = consolidate_state_dicts(checkpoint[trained_under], states, names)
+    beside = next((value.get(LOW_HALVES_KEY, {}) for value in checkpoint.values() if _is_names(value)), {})
+    for name, low in beside.items():  # of weights that no optimizer of the Trainer's steps
+        if name in weights:
+            weights[name] = float32_weight(checkpoint[trained_under][name], low)
     if "optimizer_states" in kept:
         kept["optimizer_states"] = states
     kept[trained_under] = weights
@@ -174,16 +182,31 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _with_low_halves(
+    optimizer: int, saved: Mapping[str, Any], names: Names | None
+) -> Iterator[tuple[Sequence[str], Mapping[str, Any]]]:
+    """The names of each parameter that has a low half, and the state that holds it."""
+    for key, state in _states_of(saved).items():
+        if isinstance(state, Mapping) and any(name in state for name in LOW_STATES):
+            yield _names_of(key, optimizer, saved, names), state
+    for index, state in saved.get(STATE_KEY, {}).get(LOW_HALVES_KEY, {}).items():  # a wrapper's
+        if names is None:
+            raise ValueError(_NO_NAMES)
+        yield names[optimizer][int(index)], state
+
+
+def _states_of(saved: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """The states by parameter; empty for a wrapper whose state dict is laid out in a way of its own."""
+    states = saved.get("state")
+    return states if isinstance(states, Mapping) else {}
+
+
 def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: Names | None) -> Sequence[str]:
     """The module's names for the parameter under ``key`` in an optimizer's state dict."""
     if isinstance(key, str):
         return [key]
     if names is None:
-        raise ValueError(
-            "The checkpoint has low halves but no names of the parameters they belong to: it was saved without "
-            "PureBF16Precision, or by an earlier version. Resume it with ckpt_path= and save it once more; "
-            "outside Lightning, pass the names that parameter_names(module, optimizers) gives."
-        )
+        raise ValueError(_NO_NAMES)
     # Usually the keys count up; torch's utilities for sharded training number the module's parameters
     # instead.
     keys = [parameter for group in saved["param_groups"] for parameter in group["params"]]
@@ -199,13 +222,14 @@ def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: N
 def _plain_state_dict(saved: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict in float32, without low halves and without the state of memkit's rounding noise."""
     states: dict[Any, Any] = {}
-    for key, state in saved["state"].items():
+    for key, state in _states_of(saved).items():
         if isinstance(state, Mapping):
             state = {name: value for name, value in state.items() if name not in LOW_STATES}
             if not state:  # a low half only: this parameter has not been stepped yet
                 continue
         states[key] = _widened(state, {})
-    return {**{key: value for key, value in saved.items() if key != STATE_KEY}, "state": states}
+    beside = {key: value for key, value in saved.items() if key not in (STATE_KEY, "state")}
+    return {**_widened(beside, {}), **({"state": states} if "state" in saved else {})}
 
 
 def _widened(value: Any, done: MutableMapping[Any, Tensor]) -> Any:

@@ -81,6 +81,19 @@ def restore_filled_states(optimizer: Optimizer) -> None:
                     state[name] = wide.fill_(option)
 
 
+def warn_of_own_values(optimizer: Optimizer) -> None:
+    """Warn of values kept outside the state, which the float32 stand-ins of sharded parameters can't find."""
+    names = own_values_by_parameter(optimizer)
+    if names:
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps {', '.join(names)} outside of its state, and its parameters are "
+            "sharded (DTensor): a compensated bfloat16 step shows it float32 stand-ins for them, which such lookups "
+            "and buffers don't know, and the result may differ. Keep them in self.state[parameter], or train in "
+            "float32 (precision='32-true').",
+            stacklevel=3,
+        )
+
+
 def own_values_by_parameter(optimizer: Optimizer) -> list[str]:
     """The names of the optimizer's attributes that may refer to its parameters outside the parameter groups."""
     names = []

@@ -25,7 +25,7 @@ def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) ->
     taken: dict[nn.Parameter, Tensor] = {}
     for compensation in compensations:
         for parameter, wide in compensation.float32_weights():
-            if parameter in own and is_compensated(parameter):
+            if parameter in own and is_compensated(parameter) and parameter not in taken:
                 high, taken[parameter] = split(wide)
                 parameter.detach().copy_(high)
     return taken

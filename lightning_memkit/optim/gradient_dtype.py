@@ -23,6 +23,13 @@ class GradientDtype:
         self._is_float32 = False
         self._why_not: str | None = None
         self._announced = False
+        self._accumulates = False  # seen to, in a way that no setting tells of
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a pass that adds to gradients of an earlier one would change anything."""
+        said = self._why_not is not None and self._announced
+        return self._wanted == "auto" and not self._is_float32 and not said
 
     def begin(self, *, least_parts: int, why_not: str | None) -> None:
         """Start a fit.
@@ -33,6 +40,7 @@ class GradientDtype:
             why_not: why float32 gradients are impossible here; None if they are possible.
         """
         self._least_parts, self._why_not, self._announced = least_parts, why_not, False
+        self._accumulates = False
 
     def set_parts(
         self, parts: int, parameters: Callable[[], Iterable[nn.Parameter]], warn: Callable[[str], None]
@@ -50,6 +58,14 @@ class GradientDtype:
                 set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
             self._is_float32 = wanted
 
+    def see_accumulation(
+        self, parameters: Callable[[], Iterable[nn.Parameter]], warn: Callable[[str], None]
+    ) -> None:
+        """Accumulate in float32 from now to the fit's end, since a backward pass adds to gradients that were kept."""
+        if self.is_undecided:
+            self._accumulates, self._least_parts = True, max(2, self._least_parts)
+            self.set_parts(self._parts, parameters, warn)
+
     def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Restore gradients of the weights' dtype."""
         self._is_float32 = False
@@ -62,7 +78,7 @@ class GradientDtype:
             return None
         self._announced = True
         reason = (
-            f"{self._parts} micro-batches add up to a step"
+            f"those of {self._passes()} add up to a step"
             if self._wanted == "auto"
             else "grad_dtype='float32'"
         )
@@ -70,6 +86,9 @@ class GradientDtype:
         return (
             f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
         )
+
+    def _passes(self) -> str:
+        return "several backward passes" if self._accumulates else f"{self._parts} micro-batches"
 
     def _is_possible(self, warn: Callable[[str], None]) -> bool:
         if self._why_not is None:
@@ -81,7 +100,7 @@ class GradientDtype:
         if not self._announced:
             self._announced = True
             warn(
-                f"The gradients of {self._parts} micro-batches add up in bfloat16, where small gradients get lost, "
+                f"The gradients of {self._passes()} add up in bfloat16, where small gradients get lost, "
                 f"since {self._why_not}. Write grad_dtype='bfloat16' to accept that."
             )
         return False

@@ -62,16 +62,21 @@ class OpenStep:
 
     def evaluate(self, closure: Callable[[], Any] | None) -> Any:
         """Let the stock step evaluate a closure; all parameters are float32 except during the evaluations."""
+        with self.shown_float32(closure) as evaluate:
+            return with_closure(self._stock_step, evaluate)()
+
+    @contextmanager
+    def shown_float32(self, closure: Callable[[], Any] | None) -> Iterator[Callable[[], Any] | None]:
+        """Make all parameters float32 in the context, for a stock step; it gives the closure to take instead."""
         with torch.no_grad():
             forms = Float32Forms(self._engine, self._optimizer, self._trained())
         mode, refusal = self._engine.mode, None
         if self._engine.refuses_own_ways and mode is not None:
             refusal = partial(untried_error, self._optimizer, mode, self._engine.states)
-        evaluate = None if closure is None else forms.evaluating(closure, refusal)
         self._whole = True
         params = [group["params"] for group in self._optimizer.param_groups]
         with _showing(self._optimizer, self._optimizer.state, params), forms.shown():
-            return with_closure(self._stock_step, evaluate)()
+            yield None if closure is None else forms.evaluating(closure, refusal)
 
     def _trained(self) -> list[Slot]:
         """The parameters that may get gradients and are stepped in float32."""

@@ -26,7 +26,7 @@ CONTAINERS = (dict, list, set, deque)
 BYTES = (bytearray, array)
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
 # Methods that someone replaced; they belong to the replacement.
-_REPLACED = ("step", "load_state_dict", "get_state_buffer")
+_REPLACED = ("step", "state_dict", "load_state_dict", "get_state_buffer")
 _NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
 _LIBRARY = ("torch", "typing", "abc", "collections")
 _FOREIGN = (
@@ -86,6 +86,32 @@ def has_own_values(optimizer: Optimizer) -> bool:
         for value in values
         for _, item in contents(value, "", set(trained))
     )
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that a wrapper (Lookahead) holds, at any depth, each once; none for most optimizers."""
+    found: list[Optimizer] = []
+    seen = {id(optimizer)}
+
+    def look(value: Any) -> None:
+        if isinstance(value, (*PLAIN, Tensor)) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found.append(value)
+            items: Any = own_attributes(value).values()
+        elif isinstance(value, dict):
+            items = list(value.values())
+        elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            items = list(value)
+        else:
+            items = list(vars(value).values()) if _is_object(value) and hasattr(value, "__dict__") else ()
+        for item in items:
+            look(item)
+
+    for value in own_attributes(optimizer).values():
+        look(value)
+    return found
 
 
 def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

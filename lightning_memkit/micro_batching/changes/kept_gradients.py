@@ -49,7 +49,13 @@ def set_aside(leaves: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[None
     finally:
         _clear(leaves)
         for leaf, gradient in before:
-            leaf.grad = gradient
+            _give(leaf, gradient)
+
+
+def _give(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Give a gradient back, in the dtype that gradients have by now: a precision may have widened them meanwhile."""
+    dtype = getattr(leaf, "grad_dtype", None)
+    leaf.grad = gradient if gradient is None or dtype is None else gradient.to(dtype)
 
 
 def _clear(leaves: Sequence[Tensor]) -> None:
@@ -81,7 +87,7 @@ class KeptGradients:
         for leaf, gradient, values in self._kept:
             if gradient is not None and values is not None:
                 gradient.copy_(values)
-                leaf.grad = gradient
+                _give(leaf, gradient)
         if self._lost:
             size = self._lost_bytes // 2**20
             warnings.warn(_NOT_COPIED.format(count=len(self._lost), size=size), stacklevel=2)

@@ -4,6 +4,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memkit.plugins.seams.lightning_run import averages_after_backward
 
 
 def trainer_of(module: nn.Module) -> Trainer | None:
@@ -33,3 +36,10 @@ def batches_per_step(module: nn.Module) -> int:
         if isinstance(callback, GradientAccumulationScheduler):
             most = max(most, *callback.scheduling.values())
     return most
+
+
+def averages_late(model: nn.Module) -> bool:
+    """Whether `MemoryBudget` averages DDP's gradients after the backward."""
+    trainer = trainer_of(model)
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return is_ddp and trainer is not None and averages_after_backward(trainer, model)

@@ -1,6 +1,5 @@
 """Pure bfloat16 training under any Lightning strategy, with the user's own optimizers."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,19 +11,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memkit.distributed.shards import sharded_like
 from lightning_memkit.initialization.building import build_on
 from lightning_memkit.initialization.casting import cast_inputs, cast_module
-from lightning_memkit.optim.compensation import (
-    Compensation,
-    compensate,
-    compensation_of,
-    refuse_unsupported,
-)
-from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
+from lightning_memkit.optim.accumulation import watch_accumulation
+from lightning_memkit.optim.compensation import Compensation, compensation_of, refuse_unsupported
 from lightning_memkit.optim.float32_checkpoints import capture_low_halves, take_low_halves
 from lightning_memkit.optim.gradient_dtype import (
     GradDtype,
@@ -36,9 +29,15 @@ from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.modes import Mode, States
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
-from lightning_memkit.plugins.precision._fit import batches_per_step, is_fitting, trainer_of, unwrapped
-from lightning_memkit.plugins.seams.lightning_run import averages_after_backward
-from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
+from lightning_memkit.plugins.precision._fit import (
+    averages_late,
+    batches_per_step,
+    is_fitting,
+    trainer_of,
+    unwrapped,
+)
+from lightning_memkit.plugins.precision._optimizers import FitOptimizers
+from lightning_memkit.utilities.patching import Undo, replace_method
 
 
 class PureBF16Precision(Precision):
@@ -48,7 +47,8 @@ class PureBF16Precision(Precision):
     cast where a layer's weights need it; integers, float64 and targets never are. The default dtype stays
     float32. The optimizers of `configure_optimizers` step in float32 on the compensated weights
     (`optim.compensation.compensate`). Manual optimization works with any number of optimizers, through
-    ``self.optimizers()`` or the optimizers themselves. Checkpoints hold every state bit for bit.
+    ``self.optimizers()``, the optimizers themselves, or such as the module makes and steps itself; the first step
+    of these takes 16 bytes a parameter more. Checkpoints hold every state bit for bit.
 
     Args:
         compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; with ``"split"`` weight and
@@ -57,16 +57,17 @@ class PureBF16Precision(Precision):
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) if an optimizer
-            step has more than one micro-batch or batch, and in bfloat16 otherwise. DDP and FSDP2 can't reduce
-            float32 gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup,
-            unless `MemoryBudget` averages DDP's gradients after the backward (``recover=True``).
+            step has more than one micro-batch or batch, or a backward adds to gradients that were kept, and in
+            bfloat16 otherwise. DDP and FSDP2 can't reduce float32 gradients of bfloat16 weights: there "auto"
+            warns and "float32" is refused at setup, unless `MemoryBudget` averages DDP's gradients after the
+            backward (``recover=True``).
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
         ValueError: An option has an unknown value. At setup, an optimizer compares evaluations of its closure
             (LBFGS, line searches) and ``compensation`` is not ``"split"`` or ``states`` is ``"compact"``.
         TypeError: At setup, an optimizer's step evaluates its closure itself (SAM, LBFGS) and its parameters
-            are sharded.
+            are sharded. In its first step, an optimizer that the Trainer doesn't know has sharded parameters.
     """
 
     precision: Literal["bf16-true"] = "bf16-true"
@@ -94,12 +95,12 @@ class PureBF16Precision(Precision):
         self.states: States = states
         self.grad_dtype: GradDtype = grad_dtype
         self.fp32_exceptions = tuple(fp32_exceptions)
-        self.compensations: list[Compensation] = []
-        self._optimizers: list[Optimizer] = []
+        self._optimizers = FitOptimizers(compensation, states)
         self._module: nn.Module | None = None
-        self._low_halves: dict[nn.Parameter, Tensor] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
+        self._undo_averages: Undo = _nothing
         self._gradients = GradientDtype(grad_dtype)
+        self._watched: list[nn.Parameter] = []
 
     def __repr__(self) -> str:
         return (
@@ -113,13 +114,17 @@ class PureBF16Precision(Precision):
             return self
         return PureBF16Precision(self.compensation, self.states, self.grad_dtype, self.fp32_exceptions)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "compensations": [], "_undo": []}
+    @property
+    def compensations(self) -> list[Compensation]:
+        """The compensations of the Trainer's optimizers."""
+        return self._optimizers.compensations
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        found = [compensation_of(optimizer) for optimizer in self._optimizers]
-        self.compensations = [compensation for compensation in found if compensation is not None]
+    @property
+    def _low_halves(self) -> dict[nn.Parameter, Tensor]:
+        return self._optimizers.low_halves
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_undo": [], "_undo_averages": _nothing, "_watched": []}
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the module in place; keep the low halves of float32 weights until a fit takes them."""
@@ -128,7 +133,7 @@ class PureBF16Precision(Precision):
         # for the next fit, which has new optimizers. Without a fit they are kept, too, since one may follow.
         wants_low = self.compensation in ("kahan", "split")
         if wants_low and is_fitting(module):
-            self._low_halves.update(take_low_halves(module, self.compensations))
+            self._low_halves.update(take_low_halves(module, self._optimizers.all))
         cast_module(
             module,
             torch.bfloat16,
@@ -167,18 +172,40 @@ class PureBF16Precision(Precision):
             refuse_unsupported(optimizer)
         if optimizers and is_fitting(model):
             self._module = unwrapped(model)
-            adapt_bitsandbytes_in(self._module, optimizers)
-            self._optimizers = optimizers  # a compensation does not keep its optimizer alive
-            self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
+            self._undo.append(self._optimizers.begin(self._module, optimizers))
             self._undo.append(full_precision_reductions())
             self._undo.append(lambda: self._gradients.give_back(self._trainable_parameters()))
-            why_not = why_no_float32_gradients(model, averaged_late=_averages_late(model))
+            why_not = why_no_float32_gradients(model, averaged_late=averages_late(model))
             self._gradients.begin(least_parts=batches_per_step(model), why_not=why_not)
             self.set_gradient_parts(1)
-            self._low_halves.clear()
+            self._watched = list(self._trainable_parameters())
+            self._undo.append(watch_accumulation(self._undecided, self._see_accumulation))
         if (trainer := trainer_of(model)) is not None:  # callbacks swap in their averages after a fit, too
-            self._undo.append(average_in_float32(trainer, self._optimizers))
+            self._undo_averages = average_in_float32(trainer, self._optimizers.of_trainer)
+            self._undo.append(lambda: self._undo_averages())
+            # After the user's hooks, which may exchange optimizers, and before the batch.
+            strategy: Any = trainer.strategy
+            self._undo.append(replace_method(strategy, "on_train_batch_start", self._before_batch))
         return model, optimizers, lr_schedulers
+
+    def _before_batch(self, strategy: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._follow()
+        return plain(*args, **kwargs)
+
+    def _follow(self) -> None:
+        """Compensate optimizers that took others' place since the last look."""
+        if self._optimizers.follow():
+            self._watched = list(self._trainable_parameters())
+            trainer = None if self._module is None else trainer_of(self._module)
+            if trainer is not None:
+                self._undo_averages()
+                self._undo_averages = average_in_float32(trainer, self._optimizers.of_trainer)
+
+    def _undecided(self) -> list[nn.Parameter]:
+        return self._watched if self._gradients.is_undecided else []
+
+    def _see_accumulation(self) -> None:
+        self._gradients.see_accumulation(self._trainable_parameters, rank_zero_warn)
 
     def set_gradient_parts(self, parts: int) -> None:
         """Set how many backward passes accumulate into one step's gradients.
@@ -202,6 +229,8 @@ class PureBF16Precision(Precision):
         optimizer that evaluates its closure itself (SAM, LBFGS) gets the closure, including hooks and
         clipping.
         """
+        if compensation_of(optimizer) is None:
+            self._follow()
         if uses_closure_its_own_way(optimizer):
             return optimizer.step(closure=partial(self._evaluated, model, optimizer, closure), **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
@@ -218,16 +247,12 @@ class PureBF16Precision(Precision):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizers' parameter names, for `memkit consolidate`, and the state of rounding noise."""
-        if self._module is None:
-            return {}
-        noise = [compensation.engine.rounding.state_dict() for compensation in self.compensations]
-        return {NAMES_KEY: parameter_names(self._module, self._optimizers), "rounding": noise}
+        """What `FitOptimizers.state_dict` holds: names for `memkit consolidate`, noise, and low halves."""
+        return self._optimizers.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the noise; the optimizers' own state dicts have it, too, but sharded training drops it."""
-        for compensation, noise in zip(self.compensations, state_dict.get("rounding", ()), strict=False):
-            compensation.engine.rounding.load_state_dict(noise)
+        """Continue the noise, and the low halves of weights that no optimizer of the Trainer's steps."""
+        self._optimizers.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Capture the low halves of a checkpoint's float32 tensors, which a bfloat16 module would drop."""
@@ -239,18 +264,6 @@ class PureBF16Precision(Precision):
     def teardown(self) -> None:
         """Remove hooks and restore torch's flags; optimizers stay compensated, so they can still be saved."""
         self._undo_all()
-
-    def _compensation_for(self, optimizer: Optimizer) -> Compensation:
-        existing = compensation_of(optimizer)
-        if existing is not None:
-            return existing
-        return compensate(
-            optimizer,
-            mode=self.compensation,
-            states=self.states,
-            low_halves=self._low_halves,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
-        )
 
     def _compensated_parameters(self) -> list[nn.Parameter]:
         return [
@@ -275,15 +288,12 @@ class PureBF16Precision(Precision):
             self._undo.pop()()
 
 
+def _nothing() -> None:
+    """Undoes nothing."""
+
+
 def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Set ``self.dtype`` of LightningModules to the dtype of their weights, as Lightning's own casts do."""
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part.__dict__["_dtype"] = dtype
-
-
-def _averages_late(model: nn.Module) -> bool:
-    """Whether `MemoryBudget` averages DDP's gradients after the backward."""
-    trainer = trainer_of(model)
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return is_ddp and trainer is not None and averages_after_backward(trainer, model)
