@@ -22,7 +22,7 @@ from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
 from lightning_memkit.micro_batching.evaluation.trials import EvaluationTrials
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
-from lightning_memkit.micro_batching.parts.logged_values import counted
+from lightning_memkit.micro_batching.parts.logged_entries import counted
 from lightning_memkit.micro_batching.proof.decomposability import TOLERANCE
 from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.utilities.generators import Generators

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import joined
+from lightning_memkit.micro_batching.parts.loss_names import same_number
 from lightning_memkit.micro_batching.parts.part_values import GivenValues, PartValues
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.run import Step
@@ -53,22 +54,22 @@ def put_together(attempt: Attempt) -> Tensor | None:
     return sum(told, start=torch.zeros_like(told[0]) if attempt.rest is None else attempt.rest)
 
 
-def names_of_the_loss(attempt: Attempt) -> set[tuple[str, str]]:
-    """Hooks and names of logged values that equal the loss in every micro-batch."""
+def equal_to_the_loss(attempt: Attempt) -> set[tuple[str, str]]:
+    """Hooks and names of values that every micro-batch logs, and that equal its loss in each."""
     if not attempt.losses or len(attempt.logged) != len(attempt.losses):
         return set()
-    seen, other = set[tuple[str, str]](), set[tuple[str, str]]()
+    found, other = list[set[tuple[str, str]]](), set[tuple[str, str]]()
     for (_, entries), loss in zip(attempt.logged, attempt.losses, strict=True):
-        for entry in entries:
-            (seen if same_number(loss, entry["value"]) else other).add((entry["fx"], entry["name"]))
-    return seen - other
+        found.append({(entry["fx"], entry["name"]) for entry in entries})
+        other |= {(e["fx"], e["name"]) for e in entries if not same_number(loss, e["value"])}
+    return set.intersection(*found) - other
 
 
-def same_number(loss: Tensor, value: Any) -> bool:
-    """Whether a value equals the loss; nan (a mean over nothing) equals nan."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        return False
-    return bool(value == loss) or bool(value.isnan() & loss.isnan())
+def returned_as_the_loss(attempt: Attempt) -> set[str]:
+    """Names of values that are returned of every micro-batch, and that equal its loss in each."""
+    names = list(attempt.extras[0]) if attempt.extras else []
+    pairs = list(zip(attempt.losses, attempt.extras, strict=True))
+    return {name for name in names if all(same_number(loss, one.get(name)) for loss, one in pairs)}
 
 
 def shares_of(attempt: Attempt, partition: Partition) -> list[float]:
@@ -97,22 +98,17 @@ def reported(
     shares, loss = shares_of(attempt, partition), loss_of(attempt, partition)
     # Comparing numbers on an accelerator would wait for it: not if the rules of `values` are enough.
     is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
-    known = names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
-    # Of a loss that is put together from its terms; a number that equals it is that loss.
-    is_loss = set[str]()
-    if whole is not None:
-        names = attempt.extras[0] if attempt.extras else ()
-        is_loss = {
-            name for name in names if all(map(same_number, attempt.losses, (e[name] for e in attempt.extras)))
-        }
+    known = equal_to_the_loss(attempt) if is_compared else set[tuple[str, str]]()
+    # Of a loss that is put together from its terms; a number that is that loss is put together with it.
+    is_loss = set[str]() if whole is None else returned_as_the_loss(attempt)
     entries, extra = values.of_batch(step, attempt, shares, known, is_loss)
     for entry in entries:
-        if loss is not None and (entry["fx"], entry["name"]) in known:
+        if loss is not None and (entry["fx"], entry["name"]) in values.logs.losses:
             entry = {**entry, "value": loss.to(entry["value"]).reshape_as(entry["value"])}
         step.run.log_now(entry)
     if loss is None:
         return None, {}
-    extra = {key: whole if key in is_loss else value for key, value in extra.items()}
+    extra = {key: whole if key in values.returned.losses else value for key, value in extra.items()}
     if combination.state is not None and len(attempt.logged) > 1:
         combination.state.take(loss)
     return loss, extra

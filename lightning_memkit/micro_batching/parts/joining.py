@@ -55,14 +55,26 @@ class Joining:
         self._tells = False  # whether the current comparison is one of these
         self._open: dict[Path, list[Rule]] = {}
 
-    def compare(self, whole: Any, parts: Sequence[Any], counts: Counts) -> None:
+    def compare(
+        self, whole: Any, parts: Sequence[Any], counts: Counts, *, allowed: float | None = None
+    ) -> None:
         """Keep for every value the rules that hold in this comparison, of those that held before.
+
+        Args:
+            whole: the results of rows that were run as one.
+            parts: those of their micro-batches.
+            counts: the counts of these, by each way of weighing.
+            allowed: the error that counts as rounding in this comparison, if it is larger than in others.
 
         Raises:
             JoinError: none of them gives a value of the whole.
         """
-        self._tells = False
-        self._compare((), whole, parts, counts)
+        self._tells, usual = False, self.allowed
+        self.allowed = max(usual, allowed or 0.0)
+        try:
+            self._compare((), whole, parts, counts)
+        finally:
+            self.allowed = usual
         self.comparisons += 1
         self._telling += self._tells
 

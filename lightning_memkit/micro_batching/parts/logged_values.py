@@ -2,10 +2,9 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.joining import Joining, unlike_pair
@@ -13,14 +12,12 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
     ROUNDED,
     Counted,
     JoinError,
-    applied,
     is_one_number,
     same_everywhere,
     ways_of_weighing,
 )
-
-Entries = list[dict[str, Any]]  # the keyword arguments of each call of `self.log`
-_Key = tuple[str, str, int]
+from lightning_memkit.micro_batching.parts.logged_entries import Entries, Key, by_reduction, counted, keyed
+from lightning_memkit.micro_batching.parts.loss_names import LossNames
 
 
 class LoggedValues:
@@ -36,20 +33,25 @@ class LoggedValues:
         doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
         unsure: those for which they agree, after too few comparisons to be certain.
         varying: those that differ among micro-batches and are joined by a rule.
+        losses: hooks and names of those that are the loss.
+        loss_names: what trials have shown of which values are the loss.
         seen: the facets of the micro-batches in comparisons, see `facets_of`.
     """
 
     def __init__(self) -> None:
-        self.doubtful: list[_Key] = []
-        self.unsure: list[_Key] = []
-        self.varying: list[_Key] = []
+        self.doubtful: list[Key] = []
+        self.unsure: list[Key] = []
+        self.varying: list[Key] = []
+        self.losses = set[tuple[str, str]]()
+        self.loss_names = LossNames()
         self.seen: set[Any] = set()
         self._allowed = ROUNDED
-        self._joinings: dict[_Key, Joining] = {}
-        self._wrong: set[_Key] = set()
-        self._given_up: set[_Key] = set()
-        self._said: set[_Key] = set()  # means for which the user gives a `batch_size`
-        self._constant: set[_Key] = set()  # those of which that is the same number for any rows
+        self._joinings: dict[Key, Joining] = {}
+        self._wrong: set[Key] = set()
+        self._named = set[tuple[str, str]]()  # of which a warning was given
+        self._given_up: set[Key] = set()
+        self._said: set[Key] = set()  # means for which the user gives a `batch_size`
+        self._constant: set[Key] = set()  # those of which that is the same number for any rows
 
     def compare(
         self,
@@ -78,6 +80,44 @@ class LoggedValues:
             except JoinError:
                 self._wrong.add(key)
 
+    def compare_whole(
+        self,
+        whole: Entries,
+        logged: Sequence[tuple[float, Entries]],
+        sizes: Sequence[int],
+        allowed: float,
+    ) -> None:
+        """Learn from a batch that has run in micro-batches, and then as a whole.
+
+        Args:
+            whole: what it logged as a whole.
+            logged: the weight of each micro-batch, and what it logged.
+            sizes: the samples of each micro-batch.
+            allowed: the relative error of a number that counts as rounding among so many rows.
+        """
+        by_part, of_whole = [keyed(entries) for _, entries in logged], keyed(whole)
+        for key in dict.fromkeys((*of_whole, *(key for own in by_part for key in own))):
+            held = [index for index, own in enumerate(by_part) if key in own]
+            if not held:
+                self._warn(key)
+                continue
+            numbers = [by_part[index][key] for index in held]
+            if not all(is_one_number(entry["value"]) for entry in (*numbers, of_whole.get(key, numbers[0]))):
+                continue
+            counts = ways_of_weighing([logged[i][0] for i in held], [sizes[i] for i in held])
+            try:
+                if key not in of_whole:
+                    raise JoinError(f"{key[1]} is not logged for the whole batch")
+                joining = self._joinings.setdefault(key, Joining(self._allowed))
+                joining.compare(counted(of_whole[key]), [*map(counted, numbers)], counts, allowed=allowed)
+            except JoinError:
+                self._wrong.add(key)
+
+    def note_loss(self, loss: Tensor, losses_apart: Sequence[Tensor], logged: Entries) -> None:
+        """Note which values are the loss, of rows that were run as one; see `LossNames.note`."""
+        values = [((entry["fx"], entry["name"]), entry["value"]) for entry in logged]
+        self.loss_names.note(loss, losses_apart, values)
+
     def telling_pair(
         self,
         logged: Sequence[tuple[float, Entries]],
@@ -87,7 +127,7 @@ class LoggedValues:
         but: Collection[tuple[int, int]],
     ) -> tuple[int, int] | None:
         """Two micro-batches, not in `but`, that distinguish the rules of a doubtful or unsure value."""
-        by_part = [_keyed(entries) for _, entries in logged]
+        by_part = [keyed(entries) for _, entries in logged]
         for key in [*self.doubtful, *self.unsure]:
             indices = [index for index, own in enumerate(by_part) if key in own]
             counts = ways_of_weighing([logged[i][0] for i in indices], [sizes[i] for i in indices])
@@ -138,26 +178,29 @@ class LoggedValues:
         self,
         logged: Sequence[tuple[float, Entries]],
         sizes: Sequence[int],
-        known: Container[tuple[str, str]] = (),
+        known: Collection[tuple[str, str]] = (),
     ) -> Entries:
         """One entry for each value that the micro-batches logged.
 
         Args:
             logged: the weight of each micro-batch, and what it logged.
             sizes: the samples of each micro-batch.
-            known: hooks and names of values that the caller joins itself; they are never doubtful and cause
-                no warning.
+            known: hooks and names of values that equal the loss in every micro-batch. Those that trials confirm
+                are in `losses`; the caller joins these itself: they are never doubtful and cause no warning.
         """
         self.doubtful, self.unsure, self.varying = [], [], []
-        grouped: dict[_Key, list[int]] = defaultdict(list)
-        by_part = [_keyed(entries) for _, entries in logged]
+        self.losses = {name for name in known if self.loss_names.trusts(name, sizes)}
+        if len(logged) == 1:
+            return [dict(entry) for entry in logged[0][1]]
+        grouped: dict[Key, list[int]] = defaultdict(list)
+        by_part = [keyed(entries) for _, entries in logged]
         for index, own in enumerate(by_part):
             for key in own:
                 grouped[key].append(index)
         return [
             self._one(
                 key,
-                key[:2] in known,
+                key[:2] in self.losses,
                 [by_part[index][key] for index in indices],
                 ways_of_weighing([logged[i][0] for i in indices], [sizes[i] for i in indices]),
             )
@@ -165,22 +208,22 @@ class LoggedValues:
         ]
 
     def _one(
-        self, key: _Key, is_known: bool, entries: Entries, counts: dict[str, list[float]]
+        self, key: Key, is_known: bool, entries: Entries, counts: dict[str, list[float]]
     ) -> dict[str, Any]:
-        if len(entries) == 1:
+        if len(entries) == 1 and (is_known or key not in self._wrong):
             return dict(entries[0])
         joining = self._joinings.get(key)
         if all(entry.get("batch_size") is not None for entry in entries):
             self._said.add(key)
         if key in self._wrong:
             if is_known:
-                return _by_reduction(entries, counts["loss"], is_constant=key in self._constant)
+                return by_reduction(entries, counts["loss"], is_constant=key in self._constant)
             self._warn(key)
         elif joining is not None:
             try:
                 whole = joining.join([counted(entry) for entry in entries], counts)
             except JoinError:
-                return _by_reduction(entries, counts["loss"], is_constant=key in self._constant)
+                return by_reduction(entries, counts["loss"], is_constant=key in self._constant)
             if is_known or key in self._given_up:
                 pass
             elif joining.excess > 1:
@@ -192,24 +235,27 @@ class LoggedValues:
             return {**entries[-1], "value": whole.value, "batch_size": whole.count}
         elif not is_known and key not in self._given_up and _differ(entries):
             self.doubtful.append(key)
-        return _by_reduction(entries, counts["loss"], is_constant=key in self._constant)
+        return by_reduction(entries, counts["loss"], is_constant=key in self._constant)
 
-    def _warn(self, key: _Key) -> None:
+    def _warn(self, key: Key) -> None:
         self._wrong.discard(key)
         self._joinings.pop(key, None)
         self._given_up.add(key)
+        if key[:2] in self._named:
+            return
+        self._named.add(key[:2])
         warnings.warn(
-            f"What {key[0]} logs as {key[1]!r} can't be made from a batch's micro-batches: their values are "
-            "reduced by reduce_fx, which gives another value than the whole batch's. Log what adds up: a "
-            "mean, a sum, or a torchmetrics object.",
+            f"What {key[0]} logs as {key[1]!r} can't be made from a batch's micro-batches: the values of those "
+            "that log it are reduced by reduce_fx, which gives another value than the whole batch's. Log what adds "
+            "up: a mean, a sum, or a torchmetrics object.",
             stacklevel=2,
         )
 
 
-def _in_all(whole: Entries, parts: Sequence[Entries]) -> Iterator[tuple[_Key, Counted, list[Counted]]]:
+def _in_all(whole: Entries, parts: Sequence[Entries]) -> Iterator[tuple[Key, Counted, list[Counted]]]:
     """The numbers that both the whole and all micro-batches logged."""
-    by_part = [_keyed(entries) for entries in parts]
-    for key, entry in _keyed(whole).items():
+    by_part = [keyed(entries) for entries in parts]
+    for key, entry in keyed(whole).items():
         values = [own[key] for own in by_part if key in own]
         if len(values) == len(parts) and all(is_one_number(value["value"]) for value in (entry, *values)):
             yield key, counted(entry), [counted(value) for value in values]
@@ -219,53 +265,3 @@ def _differ(entries: Entries) -> bool:
     """Whether micro-batches logged different numbers."""
     values = [entry["value"] for entry in entries]
     return all(map(is_one_number, values)) and not same_everywhere(values)
-
-
-def _keyed(entries: Iterable[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
-    """The calls by hook, name, and the index among the calls of that name."""
-    found: dict[_Key, dict[str, Any]] = {}
-    seen: dict[tuple[str, str], int] = defaultdict(int)
-    for entry in entries:
-        name = (entry["fx"], entry["name"])
-        found[(*name, seen[name])] = entry
-        seen[name] += 1
-    return found
-
-
-def counted(entry: dict[str, Any]) -> Counted:
-    """A collected call of `self.log` in the form that `Joining` takes."""
-    return Counted(value=entry["value"], count=entry.get("batch_size"), rule=_reduction(entry))
-
-
-def _reduction(entry: dict[str, Any]) -> str:
-    reduction: Any = entry.get("reduce_fx", "mean")
-    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
-    return {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
-
-
-def _by_reduction(entries: Entries, weights: Sequence[float], *, is_constant: bool) -> dict[str, Any]:
-    """Join by `reduce_fx`: means are weighed by the user's `batch_size`, else as the loss; sums add up.
-
-    A `batch_size` that is the same for any rows (`is_constant`) weighs no micro-batch, and the batch's is no sum.
-    """
-    merged = dict(entries[-1])
-    values = [entry["value"] for entry in entries]
-    if not all(isinstance(value, Tensor) for value in values):
-        return merged
-    reduction: Any = merged.get("reduce_fx", "mean")
-    name = _reduction(merged)
-    stacked = torch.stack([value.detach() for value in values])
-    if name == "sum":
-        merged["value"] = stacked.sum(0)
-    elif name in ("max", "min"):
-        merged["value"] = stacked.max() if name == "max" else stacked.min()
-    elif name == "mean":
-        own = [size for entry in entries if (size := entry.get("batch_size")) is not None]
-        given = len(own) == len(entries) and not is_constant
-        used = [float(size) for size in own] if given else list(weights)
-        scaled = values if stacked.is_floating_point() else list(stacked.float())
-        merged["value"] = applied(("mean", "used"), scaled, {"used": used}, ())
-        merged["batch_size"] = sum(own) if given else merged.get("batch_size") if is_constant else None
-    else:
-        merged["value"] = cast(Callable[[Tensor], Tensor], reduction)(stacked)
-    return merged

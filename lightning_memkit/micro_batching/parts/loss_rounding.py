@@ -34,11 +34,30 @@ def difference(step: Step, whole: Tensor, ours: Tensor, summands: Sequence[Tenso
     return abs(theirs - own) / size if is_apart else 0.0
 
 
+def is_exact(step: Step) -> bool:
+    """Whether a model computes in float32 or float64, as far as its precision and its weights say."""
+    weights = {parameter.dtype for parameter in step.run.module.parameters() if parameter.is_floating_point()}
+    return step.run.precision in ("32-true", "64-true") and weights <= _ROUNDED.keys()
+
+
+def allowed_of_numbers(step: Step, whole: Tensor) -> float | None:
+    """The relative error that rounding explains in a number beside the loss; None if it may be any.
+
+    One row that is right by a last bit changes an accuracy by more than rounding: rows round alike on a CPU only.
+    """
+    if not is_exact(step) or whole.device.type != "cpu":
+        return None
+    return _ROUNDED.get(whole.dtype)
+
+
+def allowed_of_rows(step: Step, whole: Tensor) -> float:
+    """The relative error, by norm, that rounding explains in a tensor of rows."""
+    return 10 * (_ROUNDED.get(whole.dtype, 1e-2) if is_exact(step) else _ROUNDED_IN_FEW_BITS[0])
+
+
 def _allowed(step: Step, whole: Tensor) -> tuple[float, float]:
     """The difference that rounding explains: relative to the loss, and besides."""
-    weights = {parameter.dtype for parameter in step.run.module.parameters() if parameter.is_floating_point()}
-    exact = step.run.precision in ("32-true", "64-true") and weights <= _ROUNDED.keys()
-    if exact and whole.dtype in _ROUNDED:
+    if is_exact(step) and whole.dtype in _ROUNDED:
         return _ROUNDED[whole.dtype], _CANCELLED[whole.dtype]
     most, least = _ROUNDED_IN_FEW_BITS
     if bool(whole == whole.bfloat16()):  # the loss itself was rounded

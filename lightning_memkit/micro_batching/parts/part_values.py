@@ -1,16 +1,20 @@
 """Join what micro-batches log and return; in doubt, run two of them as one to learn how values add up."""
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from torch import Tensor
+
 from lightning_memkit.micro_batching import SplittableBatch
 from lightning_memkit.micro_batching.parts.facets import Facets, facets_of, telling_first
-from lightning_memkit.micro_batching.parts.logged_values import Entries, LoggedValues
+from lightning_memkit.micro_batching.parts.logged_entries import Entries
+from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
 from lightning_memkit.micro_batching.parts.partition import Cut, Splitter, rows_together
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
+from lightning_memkit.micro_batching.parts.whole_values import OfWhole
 from lightning_memkit.micro_batching.proof.trial_values import TrialValues
 from lightning_memkit.micro_batching.run import Step
 
@@ -58,10 +62,12 @@ class PartValues:
         returned: joins returned values.
         look: runs two micro-batches as one; None on several ranks, or after it has failed too often. Then
             doubtful values cause a warning.
+        of_whole: what the batch at hand has returned as a whole, if it has run so, too.
         seconds: the time that looks have taken.
     """
 
     def __init__(self) -> None:
+        self.of_whole: OfWhole | None = None
         self.logs = LoggedValues()
         self.returned = ReturnedValues()
         self.look: ValueLooks | None = None
@@ -73,7 +79,7 @@ class PartValues:
         step: Step,
         given: GivenValues,
         shares: Sequence[float],
-        known: Container[tuple[str, str]],
+        known: Collection[tuple[str, str]],
         known_returned: Collection[str] = (),
     ) -> tuple[Entries, dict[str, Any]]:
         """What the batch logs, and what it returns besides its loss.
@@ -82,13 +88,17 @@ class PartValues:
             step: the batch's step, after its backward.
             given: what its micro-batches logged and returned.
             shares: the weights of the micro-batches that have a loss.
-            known: hooks and names of logged values that the caller joins itself.
-            known_returned: names of returned values that the caller joins itself.
+            known: hooks and names of logged values that equal the loss in every micro-batch.
+            known_returned: names of returned values that do; the caller joins those that are the loss, see `losses`.
         """
         joined = self._settled(step, given, shares, known, known_returned)
         if self._compared_again(step, given):
             del joined  # two copies of returned rows could exceed the budget
             joined = self._settled(step, given, shares, known, known_returned)
+        if self.of_whole is not None:
+            for name in self.of_whole.unlike(joined[1]):
+                self.returned.warn(name)
+            self.of_whole = None
         return joined
 
     def _settled(
@@ -96,7 +106,7 @@ class PartValues:
         step: Step,
         given: GivenValues,
         shares: Sequence[float],
-        known: Container[tuple[str, str]],
+        known: Collection[tuple[str, str]],
         known_returned: Collection[str],
     ) -> tuple[Entries, dict[str, Any]]:
         """Join the values; where a rule is open, look at pairs of micro-batches until it is settled."""
@@ -205,8 +215,16 @@ class PartValues:
 
     def _learned(self, runs: Sequence[TrialValues], shares: Sequence[float], sizes: Sequence[int]) -> bool:
         whole, *parts = runs
+        self.note_losses(whole.loss, [part.loss for part in parts], whole.logged, whole.returned)
         told = self.logs.learn(whole.logged, [part.logged for part in parts], shares, sizes)
         return self.returned.learn(whole.returned, [part.returned for part in parts], shares, sizes) or told
+
+    def note_losses(
+        self, loss: Tensor, losses_apart: Sequence[Tensor], logged: Entries, returned: Mapping[str, Any]
+    ) -> None:
+        """Note which values are the loss, of rows that were run as one; see `LossNames.note`."""
+        self.logs.note_loss(loss, losses_apart, logged)
+        self.returned.loss_names.note(loss, losses_apart, returned.items())
 
 
 def _among(tried: set[tuple[int, int]], parts: Sequence[int]) -> set[tuple[int, int]]:

@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
     same_everywhere,
     ways_of_weighing,
 )
+from lightning_memkit.micro_batching.parts.loss_names import LossNames
 
 Returned = Mapping[str, Any]
 
@@ -25,12 +26,16 @@ class ReturnedValues:
         doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
         unsure: those for which they agree, after too few comparisons to be certain.
         varying: the numbers that are joined by a rule.
+        losses: the names of those that are the loss.
+        loss_names: what trials have shown of which values are the loss.
     """
 
     def __init__(self) -> None:
         self.doubtful: list[str] = []
         self.unsure: list[str] = []
         self.varying: list[str] = []
+        self.losses = set[str]()
+        self.loss_names = LossNames()
         self._allowed = ROUNDED
         self._given_up: set[str] = set()
         self._joinings: dict[str, Joining] = {}
@@ -49,10 +54,42 @@ class ReturnedValues:
         self._allowed = allowed
         for name, value in whole.items():
             own = [part[name] for part in parts if name in part]
+            if own and len(own) < len(parts):
+                continue  # it depends on the rows
             try:
-                if len(own) != len(parts):
-                    raise JoinError(f"{name} is not returned for every micro-batch")
+                if not own:
+                    raise JoinError(f"{name} is not returned for any micro-batch")
                 self._joinings.setdefault(name, Joining(allowed)).compare(value, own, counts)
+            except JoinError:
+                self._wrong.add(name)
+
+    def compare_whole(
+        self,
+        whole: Returned,
+        parts: Sequence[Returned],
+        shares: Sequence[float],
+        sizes: Sequence[int],
+        allowed: float,
+    ) -> None:
+        """Learn how numbers add up from a batch that has run in micro-batches, and then as a whole.
+
+        Args:
+            whole: what it returned as a whole.
+            parts: what each micro-batch returned.
+            shares: their weights.
+            sizes: their numbers of rows.
+            allowed: the relative error that counts as rounding among so many rows.
+        """
+        for name in dict.fromkeys((*whole, *(name for part in parts for name in part))):
+            held = _holders(name, parts)
+            values = [parts[index][name] for index in held]
+            if not all(map(_is_number, (*values, *([whole[name]] if name in whole else [])))):
+                continue
+            try:
+                if name not in whole or not held:
+                    raise JoinError(f"{name} is returned for the whole batch, or for micro-batches, only")
+                joining = self._joinings.setdefault(name, Joining(self._allowed))
+                joining.compare(whole[name], values, _ways(held, shares, sizes), allowed=allowed)
             except JoinError:
                 self._wrong.add(name)
 
@@ -71,35 +108,50 @@ class ReturnedValues:
             shares: their weights.
             sizes: their numbers of rows.
             rows: the batch's rows that they hold, if these are out of order.
-            known: names of values that the caller joins itself.
+            known: names of values that equal the loss in every micro-batch. Those that trials confirm are in
+                `losses`, and the caller joins these itself.
         """
+        self.losses = {name for name in known if self.loss_names.trusts(name, sizes)}
         doubtful: list[str] = []
         whole = joined(returned, shares, sizes, rows, doubtful=doubtful)
-        counts = ways_of_weighing(shares, sizes)
         self.doubtful, self.unsure, self.varying = [], [], []
-        for name in whole:
+        if len(returned) == 1:
+            return whole
+        for name in [name for name in whole if name not in self.losses]:
             is_doubtful = any(f"{one}.".startswith(f"{name}.") for one in doubtful)
-            parts = [part[name] for part in returned]
-            is_number = all(is_one_number(part) and getattr(part, "ndim", 0) == 0 for part in parts)
-            if len(returned) == 1 or (rows is not None and not is_doubtful and not is_number):
-                continue
+            held = _holders(name, returned)
+            parts = [returned[index][name] for index in held]
+            is_number = all(map(_is_number, parts))
             try:
-                if name in self._wrong or name not in self._joinings:
+                if name in self._wrong or (name not in self._joinings and (is_number or is_doubtful)):
                     raise JoinError(f"no rule gives {name}")
-                whole[name] = self._joinings[name].join(parts, counts)
-                is_told = self._joinings[name].excess <= 1
-                few = is_number and not self._joinings[name].sure
-                if is_number and name not in (*known, *self._given_up):
-                    self.varying.append(name)
-                if is_told and few and not same_everywhere(parts):
-                    self.unsure.append(name)
+                if name in self._joinings and (rows is None or is_doubtful or is_number):
+                    self._by_rule(name, whole, parts, _ways(held, shares, sizes))
             except JoinError:
-                is_told = name in self._wrong or not is_number or same_everywhere(parts)
-                if is_doubtful or (is_number and name in self._wrong and not same_everywhere(parts)):
-                    self._warn(name)
-            if not is_told and name not in self._given_up:
-                self.doubtful.append(name)
+                if name in self._wrong or (is_doubtful and not is_number):
+                    self.warn(name)
+                elif is_number and (len(held) < len(returned) or not same_everywhere(parts)):
+                    self.doubtful.append(name)
+        for name in sorted(self._wrong - whole.keys(), key=str):
+            self.warn(name)
+        self.doubtful = [name for name in self.doubtful if name not in self._given_up]
         return whole
+
+    def _by_rule(self, name: str, whole: dict[str, Any], parts: Sequence[Any], counts: Counts) -> None:
+        """Join a value by its rule.
+
+        Raises:
+            JoinError: the rule does not fit.
+        """
+        joining = self._joinings[name]
+        whole[name] = joining.join(parts, counts)
+        is_number = all(map(_is_number, parts))
+        if is_number and name not in self._given_up:
+            self.varying.append(name)
+        if joining.excess > 1:
+            self.doubtful.append(name)
+        elif is_number and not joining.sure and not same_everywhere(parts):
+            self.unsure.append(name)
 
     def telling_pair(
         self,
@@ -111,18 +163,17 @@ class ReturnedValues:
         but: Collection[tuple[int, int]],
     ) -> tuple[int, int] | None:
         """Two micro-batches, not in `but`, that distinguish the rules of a doubtful or unsure value."""
-        counts = ways_of_weighing(shares, sizes)
         for name in [*self.doubtful, *self.unsure]:
-            joining, parts = (
-                self._joinings.get(name, Joining(self._allowed)),
-                [part[name] for part in returned],
-            )
+            held = _holders(name, returned)
+            counts, parts = _ways(held, shares, sizes), [returned[index][name] for index in held]
+            joining = self._joinings.get(name, Joining(self._allowed))
+            seen = {(held.index(a), held.index(b)) for a, b in but if a in held and b in held}
             if name in self.doubtful:
-                pair = joining.telling_pair(parts, counts, adjacent=adjacent, but=but)
+                pair = joining.telling_pair(parts, counts, adjacent=adjacent, but=seen)
             else:
-                pair = unlike_pair(parts, counts, adjacent=adjacent, but=but, turn=joining.comparisons)
+                pair = unlike_pair(parts, counts, adjacent=adjacent, but=seen, turn=joining.comparisons)
             if pair is not None:
-                return pair
+                return held[pair[0]], held[pair[1]]
         return None
 
     def learn(
@@ -152,14 +203,28 @@ class ReturnedValues:
             )
         self.doubtful = []
 
-    def _warn(self, name: str) -> None:
+    def warn(self, name: str) -> None:
         """Warn, once for each name, of a value that no rule gives."""
         if name in self._named:
             return
         self._named.add(name)
         warnings.warn(
-            f"What training_step returns as {name!r} can't be made from a batch's micro-batches: it is their "
-            "average, weighed as the loss, or the last one's value. "
-            "Return tensors or lists of one entry a row, means, or sums.",
+            f"What training_step returns as {name!r} can't be made from a batch's micro-batches: it is, of those "
+            "that return it, all rows, the average, weighed as the loss, or the last one's value. "
+            "Return tensors or lists of one entry for each row of the batch, means, or sums.",
             stacklevel=2,
         )
+
+
+def _is_number(value: Any) -> bool:
+    return is_one_number(value) and getattr(value, "ndim", 0) == 0
+
+
+def _holders(name: str, parts: Sequence[Returned]) -> list[int]:
+    """The micro-batches that return a value of this name."""
+    return [index for index, part in enumerate(parts) if name in part]
+
+
+def _ways(held: Sequence[int], shares: Sequence[float], sizes: Sequence[int]) -> dict[str, list[float]]:
+    """The counts of some of the micro-batches, by each way of weighing."""
+    return ways_of_weighing([shares[index] for index in held], [sizes[index] for index in held])

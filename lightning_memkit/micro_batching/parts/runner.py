@@ -80,12 +80,12 @@ class PartsRunner:
         Raises:
             UnforeseenLossError: the loss differs from the one that was proven to add up; gradients are incomplete.
             UnknownTotalsError: the batch has to begin again with known totals; gradients are incomplete.
-            ManyRowsError: the whole batch has another loss.
+            ManyRowsError, ManyRowsStateError: the whole batch has another loss, or leaves other rows.
         """
         attempt = Attempt()
         self._attempt(step, attempt)
         self.phase = "after backward, in hooks, clipping or the optimizer's step"
-        self.whole.compare(step, attempt, self.partition)
+        self.whole.compare(step, attempt, self.partition, self.values)
         return reported(step, attempt, self.partition, self.values)
 
     def run_again(self, step: Step) -> None:

@@ -1,8 +1,8 @@
 """Find out what a whole batch's loss is if `training_step` returns None for some micro-batches and not for others."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +24,17 @@ class WholeLook:
         loss: None if the step returned None.
         counts: what the terms of its loss count; None where their rules are unknown.
         drew: random numbers were drawn, so that the loss's value can't be compared.
+        logged: what it has logged.
+        returned: what it has returned besides the loss.
+        left: what it has left in the attributes and lists that a step changes.
     """
 
     loss: Tensor | None
     counts: Sequence[float] | None = None
     drew: bool = False
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    returned: Mapping[str, Any] = field(default_factory=dict)
+    left: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LooksAtWhole(Protocol):

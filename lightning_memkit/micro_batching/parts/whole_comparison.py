@@ -1,7 +1,7 @@
-"""Compare the loss of a batch in micro-batches with the whole batch's: rows may act on each other only among many.
+"""Compare a batch in micro-batches with the whole batch: rows may act on each other only among many.
 
 An expert that takes at most so many rows, or a mean over the hardest 64 of a batch, is a plain mean of the few rows
-whose gradients are compared.
+whose gradients are compared; and the first 16 rows, kept for a logger, are all of them.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,31 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
-from lightning_memkit.micro_batching.parts.loss_rounding import difference
+from lightning_memkit.micro_batching.parts.loss_rounding import (
+    allowed_of_numbers,
+    allowed_of_rows,
+    difference,
+)
+from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
-from lightning_memkit.micro_batching.parts.skipped_parts import LooksAtWhole
+from lightning_memkit.micro_batching.parts.skipped_parts import LooksAtWhole, WholeLook
+from lightning_memkit.micro_batching.parts.whole_values import OfWhole, unlike
 from lightning_memkit.micro_batching.proof.novelty import is_revised_after
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError
+from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError, ManyRowsStateError
 from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
+_MOST_NAMES = 32  # of returned values, after which one that is new has the batch compared no more
 _UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divisors: one may agree by chance
 
 
 class WholeComparison:
-    """Compares batches that were probed, and one after 8, 16, 32 ... of all: a forward of the whole batch each.
+    """Compares batches that were probed, or return something new, and one after 8, 16, 32 ... of all.
+
+    That is a forward of the whole batch each.
 
     Where the step draws random numbers, or normalizes with the batch's statistics, the micro-batches run again, too.
 
@@ -32,7 +42,7 @@ class WholeComparison:
         looks: runs the forwards; None compares nothing.
         exact_window: batches of an accumulation window are weighed by what they count: a batch's loss is known only
             where it is a window.
-        stated: the user says how batches are split or weighed, which is not doubted.
+        stated: the user says how batches are split or weighed, so that their losses are not doubted.
 
     Attributes:
         due: the batch at hand was probed.
@@ -45,35 +55,73 @@ class WholeComparison:
         self.looks, self._exact_window, self._stated = looks, exact_window, stated
         self.due, self.seconds = False, 0.0
         self._head: Edges | None = None
+        self._state: ComposedState | None = None
+        self._names = set[str]()  # of what was returned
         self._batches = 0
+        self._refused = frozenset[str]()  # state that was named; a user who states how to split goes on
 
-    def compare(self, step: Step, attempt: Attempt, partition: Partition) -> None:
-        """Compare, if it is this batch's turn.
+    def compare(self, step: Step, attempt: Attempt, partition: Partition, values: PartValues) -> None:
+        """Compare, if it is this batch's turn; `values` learns how numbers add up.
 
         Raises:
             ManyRowsError: the losses differ by more than rounding.
+            ManyRowsStateError: what is left in the module has other rows.
         """
+        values.of_whole = None
         if self.looks is None or attempt.cut is None or len(attempt.losses) < 2:
             return
         if len(attempt.losses) < len(attempt.parts_logged):
             return  # `check_skipped` compares these
-        if self._stated or (self._exact_window and not (step.starts_window and step.ends_window)):
+        state = partition.combination.state
+        is_batch = not self._exact_window or (step.starts_window and step.ends_window)
+        of_loss = is_batch and not self._stated
+        has_more = state is not None or any(attempt.extras) or any(entries for _, entries in attempt.logged)
+        if not (of_loss or has_more):
             return
         self._batches += 1
-        early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
+        early = of_loss and partition.combination.rules is None and self._batches <= _UNEXPLAINED
         head = partition.combination.head  # it grows where a later batch's loss has other functions
-        if not (self.due or early or head != self._head or is_revised_after(self._batches)):
+        names = {name for extra in attempt.extras for name in extra} - self._names
+        is_new = head != self._head or state is not self._state
+        is_new = is_new or 0 < len(names) <= _MOST_NAMES - len(self._names)
+        self._names |= names
+        if not (self.due or early or is_new or is_revised_after(self._batches)):
             return
-        self.due, self._head, started = False, head, perf_counter()
+        self.due, self._head, self._state, started = False, head, state, perf_counter()
         try:
-            self._compare(step, attempt, partition, self.looks)
+            whole = self.looks(step, partition)
+            if whole is not None and whole.loss is not None:
+                if of_loss:
+                    self._compare(step, attempt, partition, whole)
+                self._compare_values(step, attempt, partition, values, whole)
         finally:
             self.seconds += perf_counter() - started
 
-    def _compare(self, step: Step, attempt: Attempt, partition: Partition, looks: LooksAtWhole) -> None:
-        whole = looks(step, partition)
-        if whole is None or whole.loss is None:
-            return
+    def _compare_values(
+        self, step: Step, attempt: Attempt, partition: Partition, values: PartValues, whole: WholeLook
+    ) -> None:
+        """Compare what is logged, returned, and left in the module; of random values only their shapes."""
+        assert whole.loss is not None
+        is_random = whole.drew or with_batch_statistics(step.run.module)
+        values.note_losses(whole.loss, attempt.losses, whole.logged, whole.returned)
+        numbers = None if is_random else allowed_of_numbers(step, whole.loss)
+        if numbers is not None:
+            shares = shares_of(attempt, partition)
+            values.logs.compare_whole(whole.logged, attempt.logged, attempt.sizes_logged, numbers)
+            values.returned.compare_whole(whole.returned, attempt.extras, shares, attempt.sizes, numbers)
+        # Where micro-batches are formed by tokens, what stands at padding is not the whole batch's.
+        is_narrow = attempt.cut is not None and attempt.cut.places is not None
+        allowed = float("inf") if is_random or is_narrow else allowed_of_rows(step, whole.loss)
+        values.of_whole = OfWhole(returned=whole.returned, allowed=allowed)
+        if partition.combination.state is not None:
+            names = {*unlike(partition.combination.state.left(), whole.left, allowed)} - self._refused
+            self._refused |= names
+            if names:
+                shown = ", ".join(sorted(names))
+                raise ManyRowsStateError(f"the whole batch leaves other rows in {shown}", frozenset(names))
+
+    def _compare(self, step: Step, attempt: Attempt, partition: Partition, whole: WholeLook) -> None:
+        assert whole.loss is not None
         if whole.drew or with_batch_statistics(step.run.module):
             self._compare_with_equal_draws(step, attempt, partition)
         elif not partition.unlike or put_together(attempt) is not None:

@@ -71,6 +71,9 @@ def learn_values(
         if rests is None or rests.pieces != len(outcome.rules.rules) + 1:
             rests = RestRules(len(outcome.rules.rules))
         learn_rests(probed, rests, outcome, allowed)
+    losses = [part.loss for part in parts]
+    logs.note_loss(outcome.whole.loss, losses, outcome.whole.logged)
+    returned.loss_names.note(outcome.whole.loss, losses, outcome.whole.returned.items())
     logs.seen.update(*(facets_of(probed.parts[index]) for index in outcome.present))
     logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
     ways = counts_by_way(probed, outcome)

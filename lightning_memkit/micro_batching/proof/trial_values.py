@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
 
@@ -21,14 +23,25 @@ class StepFailedError(Exception):
 
 @dataclass(kw_only=True)
 class TrialValues:
-    """What a step logs, and returns besides its loss.
+    """What a step logs and returns.
 
     Attributes:
         drew: whether it drew random numbers from torch's generators.
         drew_elsewhere: whether it drew some from Python's or NumPy's.
     """
 
+    loss: Tensor
     logged: list[dict[str, Any]]
     returned: dict[str, Any]
     drew: bool
     drew_elsewhere: bool
+
+    @classmethod
+    def of(
+        cls, loss: Tensor, logged: list[dict[str, Any]], returned: dict[str, Any], drawn: tuple[bool, bool]
+    ) -> "TrialValues":
+        """Those of a forward, with `Generators.drawn_from` after it."""
+        drew, elsewhere = drawn
+        return cls(
+            loss=loss.detach(), logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere
+        )

@@ -195,8 +195,7 @@ class Trials:
                 raise StepFailedError(error, skipped=False) from error
             if loss is None:
                 raise StepFailedError(ValueError("training_step returned None"), skipped=True)
-            drew, elsewhere = generators.drawn_from()
-            return TrialValues(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
+            return TrialValues.of(loss, logged, returned, generators.drawn_from())
 
     def _run_before(self, step: Step, batch: Any) -> None:
         generators = Generators(self.draws.of_torch)

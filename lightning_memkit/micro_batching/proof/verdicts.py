@@ -18,6 +18,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     HookStateError,
     KeptConstantError,
     ManyRowsError,
+    ManyRowsStateError,
     PartSkippedError,
     VaryingFactorError,
 )
@@ -56,6 +57,8 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
             _WHOLE_AND_FIT,
             error.relative_error,
         )
+    if isinstance(error, ManyRowsStateError):
+        return changes_in_parts([StepChange(kind="attribute", name=name) for name in sorted(error.names)])
     if isinstance(error, HookStateError):
         return _refused(
             f"{error}: micro-batches after the first would see it changed, and the whole batch would not",

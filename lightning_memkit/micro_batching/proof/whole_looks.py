@@ -1,10 +1,12 @@
 """Run a whole batch forward, without a trace, to see whether it has a loss, which, and what that counts."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
@@ -38,7 +40,7 @@ class WholeLooks:
             PartSkippedError: it has other terms than were proven to add up.
         """
         combination, draws = partition.combination, self._trials.draws
-        with unmetered(), self._trials.no_trace(step, after_backward=True):
+        with unmetered(), self._trials.no_trace(step, after_backward=True) as logged:
             if combination.state is not None:
                 combination.state.begin_anew()
             if draws.proven:
@@ -48,14 +50,20 @@ class WholeLooks:
             graph = torch.set_grad_enabled(combination.rules is not None)
             try:
                 with self._trials.within_budget(step) or nullcontext(), graph, saved, TermValues() as noted:
-                    loss, _ = step.forward(self._run.transfer(step.batch))
+                    loss, returned = step.forward(self._run.transfer(step.batch))
             except Exception as error:
                 self._run.debug(f"MemoryBudget can't look at a whole batch: {error!r}")
                 return None
             of_rows, elsewhere = generators.drawn_from()
-            drew = of_rows or (elsewhere and not draws.proven)
+            found = WholeLook(
+                loss=None if loss is None else loss.detach(),
+                drew=of_rows or (elsewhere and not draws.proven),
+                logged=list(logged),
+                returned=tree_map_only(Tensor, Tensor.detach, returned),
+                left={} if combination.state is None else combination.state.left(),
+            )
             if loss is None or combination.rules is None:
-                return WholeLook(loss=None if loss is None else loss.detach(), drew=drew)
+                return found
             rules = combination.rules
             try:
                 reading = rules.read(terms_of(loss))
@@ -67,7 +75,7 @@ class WholeLooks:
                 counts[index] = reading.divisors[index]
             for index, count in least.counts.items():
                 counts[index] = count
-            return WholeLook(loss=loss.detach(), counts=counts, drew=drew)
+            return replace(found, counts=counts)
 
     def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:
         """The losses of the batch and of each micro-batch, where rows draw the same random numbers in both.

@@ -10,6 +10,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     KeptConstantError,
     LoneCountError,
     ManyRowsError,
+    ManyRowsStateError,
     MistakenTotalsError,
     NewFunctionsError,
     NothingCountedError,
@@ -38,6 +39,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     VaryingFactorError,
     KeptConstantError,
     PartSkippedError,
+    ManyRowsStateError,
     ManyRowsError,
     HookStateError,
 )

@@ -45,6 +45,18 @@ class StateChangedError(ForeseenWronglyError):
         self.names = names
 
 
+class ManyRowsStateError(ForeseenWronglyError):
+    """A whole batch leaves other rows in its module than its micro-batches together, though few rows add up.
+
+    Attributes:
+        names: where it leaves them; empty if another rank's does.
+    """
+
+    def __init__(self, text: str, names: frozenset[str] = frozenset()) -> None:
+        super().__init__(text)
+        self.names = names
+
+
 class WholeSkippedError(ForeseenWronglyError):
     """The step returns None for the whole batch, though not for all micro-batches."""
 
