@@ -76,6 +76,11 @@ class Joining:
         return self._join((), parts, counts)
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of the likeliest rules."""
+        return frozenset(rules[0][0] for rules in self._open.values() if rules)
+
+    @property
     def sure(self) -> bool:
         """Whether comparisons are enough that no rule fits by chance, as an extreme of few numbers may."""
         first = next((rules[0][0] for path, rules in self._open.items() if path[-1:] != ("count",)), "")
