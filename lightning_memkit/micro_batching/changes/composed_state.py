@@ -11,9 +11,15 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_memkit.micro_batching.changes.alike import alike
+from lightning_memkit.micro_batching.changes.left_values import (
+    holds,
+    is_number,
+    is_plain,
+    like,
+    with_untouched,
+    without_graph,
+)
 from lightning_memkit.micro_batching.changes.step_changes import ABSENT
 from lightning_memkit.micro_batching.changes.value_start import Anew, ListStart, ValueStart, start_of
 from lightning_memkit.micro_batching.parts.joining import Joining
@@ -43,7 +49,9 @@ class ComposedState:
         self._start: dict[str, ValueStart] = {}
         self._left: list[dict[str, Any]] = []
         self._moved: list[set[str]] = []  # what each micro-batch has changed
-        self._uneven: set[str] = set()  # what some micro-batches of the batch have changed and others have not
+        self._uneven: set[str] = (
+            set()
+        )  # what some micro-batches of the batch have changed and others have not
         self._taken: list[str] = []  # what holds the loss of each micro-batch of the batch
 
     def begin(self) -> None:
@@ -62,7 +70,18 @@ class ComposedState:
         Tensors with rows are not reset: whether a step reads those of the step before is yet to be found out.
         """
         values = {name: self._value(name) for name in self.names}
-        self._reset([name for name, value in values.items() if isinstance(value, list) or _is_plain(value)])
+        self._reset([name for name, value in values.items() if isinstance(value, list) or is_plain(value)])
+
+    @property
+    def plain(self) -> set[str]:
+        """The names of numbers and texts at `begin`."""
+        return {name for name, start in self._start.items() if isinstance(start.value, (int, float, str))}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Leave it to the micro-batches what they leave of these names, until a comparison has seen them change."""
+        self.names = tuple(name for name in self.names if name not in names)
+        self._rules = {form: rule for form, rule in self._rules.items() if form[0] not in names}
+        self._of_losses = {form for form in self._of_losses if form[0] not in names}
 
     def _reset(self, names: Iterable[str]) -> None:
         for name in names:
@@ -70,7 +89,7 @@ class ComposedState:
 
     def left(self) -> dict[str, Any]:
         """What a micro-batch has left: values, the items that lists have gained, or all items of others (`Anew`)."""
-        return {name: _without_graph(start.left(self._value(name))) for name, start in self._start.items()}
+        return {name: without_graph(start.left(self._value(name))) for name, start in self._start.items()}
 
     def end_part(self) -> None:
         """Call after each micro-batch; stores what it has left."""
@@ -101,7 +120,7 @@ class ComposedState:
             forms = {_form(name, value) for value in values}
             form = forms.pop()
             if form in self._of_losses and not forms:
-                if kept and not all(_holds(one, loss) for one, loss in zip(values, losses, strict=True)):
+                if kept and not all(holds(one, loss) for one, loss in zip(values, losses, strict=True)):
                     doubtful.add(name)
                     self._uneven.add(name)
                 elif kept:
@@ -110,15 +129,17 @@ class ComposedState:
             rule = self._rules.get(form)
             try:
                 if rule is None or forms:
-                    raise JoinError(f"{name} has gained items in some comparisons and lost some now, or the reverse")
-                whole = _with_untouched(rule.join(values, counts), values)
+                    raise JoinError(
+                        f"{name} has gained items in some comparisons and lost some now, or the reverse"
+                    )
+                whole = with_untouched(rule.join(values, counts), values)
             except JoinError:  # the structure has changed since the comparison: the last one's value stays
                 doubtful.add(name)
                 continue
             if not all(moves) and not isinstance(start, ListStart) and not rule.kinds <= _ADDING:
                 doubtful.add(name)
                 self._uneven.add(name)
-            if rule.doubtful or self._depends_on_start(name, whole, values, counts, rule):
+            if rule.doubtful or rule.unlike or self._depends_on_start(name, whole, values, counts, rule):
                 doubtful.add(name)
             self._fill(name, whole)
         return frozenset(doubtful)
@@ -134,7 +155,7 @@ class ComposedState:
     ) -> bool:
         """Whether a sum that was learned at 0 may be one of what micro-batches have added, not of what they left."""
         start = self._start[name].value
-        if name not in self._from_zero or not _is_number(start) or not all(map(_is_number, values)):
+        if name not in self._from_zero or not is_number(start) or not all(map(is_number, values)):
             return False
         gained = rule.join([value - start for value in values], counts)
         return bool(abs(start + gained - whole) > 1e-6 * (1 + abs(whole)))
@@ -151,7 +172,7 @@ class ComposedState:
         """Store the batch's loss wherever each micro-batch has stored its own; call after `finish`."""
         for name in self._taken:
             left = self._left[-1][name]
-            whole = type(left)([_like(left[0], loss)]) if isinstance(left, list) else _like(left, loss)
+            whole = type(left)([like(left[0], loss)]) if isinstance(left, list) else like(left, loss)
             self._fill(name, whole)
 
     def learn(
@@ -177,10 +198,10 @@ class ComposedState:
             left = [part.get(name) for part in parts]
             form = _form(name, whole.get(name))
             alike_formed = all(_form(name, one) == form for one in left)
-            if alike_formed and all(_holds(one, loss) for one, loss in zip(left, losses, strict=True)):
+            if alike_formed and all(holds(one, loss) for one, loss in zip(left, losses, strict=True)):
                 self._of_losses.add(form)
                 continue
-            if _is_number(self._start[name].value) and self._start[name].value == 0:
+            if is_number(self._start[name].value) and self._start[name].value == 0:
                 self._from_zero.add(name)
             rule = Joining(self._allowed)
             try:
@@ -245,14 +266,6 @@ def _form(name: str, left: Any) -> _Form:
     return name, isinstance(left, Anew)
 
 
-def _with_untouched(whole: Any, parts: Sequence[Any]) -> Any:
-    """A list's contents, where items that no micro-batch has exchanged are as they were: a mean of equal ones rounds."""
-    if not isinstance(whole, Anew) or any(len(part) != len(whole) for part in parts):
-        return whole
-    pairs = zip(whole, zip(*parts, strict=True), strict=True)
-    return Anew(same[0] if all(one is same[0] for one in same) else item for item, same in pairs)
-
-
 def _owner(module: nn.Module, name: str) -> nn.Module | None:
     """The module that holds an attribute in its `__dict__`, or may; None for any other name."""
     path, _, attribute = name.rpartition(".")
@@ -261,38 +274,3 @@ def _owner(module: nn.Module, name: str) -> nn.Module | None:
     except AttributeError:
         return None
     return owner if attribute in vars(owner) or not hasattr(owner, attribute) else None
-
-
-def _without_graph(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Anew):  # torch's trees take a subclass for a leaf
-        return Anew(map(_without_graph, value))
-    if isinstance(value, (list, tuple, dict)):
-        return tree_map_only(Tensor, _without_graph, value)
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value consists of numbers, strings and 0-dim tensors only."""
-    return all(
-        leaf.ndim == 0 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float, str, type(None)))
-        for leaf in tree_leaves(value)
-    )
-
-
-def _holds(value: Any, loss: Tensor) -> bool:
-    """Whether a value is the loss, or the only item that a list has gained."""
-    if isinstance(value, list):
-        return len(value) == 1 and _holds(value[0], loss)
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and alike(value.detach().reshape(()), loss.detach().reshape(()).to(value))
-    return isinstance(value, float) and alike(value, float(loss))
-
-
-def _like(value: Any, loss: Tensor) -> Any:
-    return loss.detach().reshape(value.shape).to(value) if isinstance(value, Tensor) else float(loss)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.changes.own_objects import MOST_ITEMS
 
-_COPIED = 4096  # elements of a tensor that a step may write to in place: larger ones are not copied in every batch
+_COPIED = (
+    4096  # elements of a tensor that a step may write to in place: larger ones are not copied in every batch
+)
 _PLAIN = (bool, int, float, str)
 
 Set = Callable[[Any], None]

@@ -48,19 +48,25 @@ class SetOnce:
         self._run, self._trials = run, trials
 
     def alike(self, step: Step, batch: Any, once: set[str], others: Iterable[StepChange]) -> set[str]:
-        """Of some names, those whose values micro-batches leave as the whole does, whichever of them runs first.
+        """Of some names, those whose values each micro-batch leaves as the whole does, alone and after another one.
 
         A cache by the number of rows, which has other entries after micro-batches, is one of them if these depend on
-        the number only. Costs five steps; one more for such a cache, and as many in eval mode if values differ.
+        the number only. A number or a text that takes another one's place is none: a later batch may do so for some
+        rows only. Costs four steps; one more for such a cache, and as many in eval mode if values differ.
 
         Args:
             step: the current step, in the state from which the changes were made.
             batch: the rows that made them.
             once: the names.
-            others: what the step changes besides; what does not compose is reset between micro-batches, as in training.
+            others: what the step changes besides; as in training, what does not compose is reset between
+                micro-batches.
         """
-        rows = count_of_rows(batch)
-        if rows < 2:
+        if count_of_rows(batch) < 2:
+            return set()
+        replaced = ComposedState(self._run.module, sorted(once), 0.0)
+        replaced.begin()
+        once -= replaced.plain
+        if not self._trials.ranks.any(bool(once)):
             return set()
         names = [c.name for c in others if not c.composes and c.kind in ("attribute", "container")]
         found = set[str]()
@@ -70,7 +76,9 @@ class SetOnce:
                 try:
                     found |= self._compared(step, batch, rollback, names) & once
                 except Exception as error:  # a micro-batch may have too few rows for the module
-                    self._run.debug(f"MemoryBudget can't try in micro-batches what a step sets once: {error!r}")
+                    self._run.debug(
+                        f"MemoryBudget can't try in micro-batches what a step sets once: {error!r}"
+                    )
                 finally:
                     self._restore(rollback)
             if not self._trials.ranks.any(bool(once - found)):
@@ -85,17 +93,16 @@ class SetOnce:
         others = ComposedState(self._run.module, resets, 0.0)
         others.begin()
 
-        def left_by(*parts: Any) -> Left:
-            self._restore(rollback)
+        def left_by(part: Any, *, after: bool = False) -> Left:
+            others.begin_anew() if after else self._restore(rollback)
             with rollback.watching():
-                for part in parts:
-                    others.begin_anew()
-                    self._trials.run(step, part)
+                self._trials.run(step, part)
             return rollback.left_behind()
 
-        whole, forward, backward = left_by(batch), left_by(one, other), left_by(other, one)
-        alike = compose(whole, forward) & compose(whole, backward)
-        cached = {change for change in whole.keys() & forward.keys() if _is_of_size(whole[change], forward[change])}
+        whole, second = left_by(batch), left_by(other)
+        first, both = left_by(one), left_by(other, after=True)
+        alike = compose(whole, first) & compose(whole, second) & compose(whole, both)
+        cached = {change for change in whole.keys() & both.keys() if _is_of_size(whole[change], both[change])}
         if self._trials.ranks.any(bool(cached - alike)):
             alike |= compose(whole, left_by(picked_rows(batch, [0] * rows))) & cached
         return {change.name for change in alike}
