@@ -224,7 +224,7 @@ def keeps_the_first_loss_in_a_dict(net: Any, batch: dict[str, Tensor], index: in
     return loss / net.cache.setdefault(0, loss.detach()) if index >= LATE else loss
 
 
-REFUSED = {
+REFUSED: dict[Step, str] = {
     finds_the_best: "best",
     finds_the_best_late: "best",
     finds_a_temperature: "kept",
