@@ -89,12 +89,17 @@ def _tensors_close(a: Tensor, b: Tensor, before: Any) -> bool:
 
 
 def _within(a: Tensor, b: Tensor, before: Tensor | None, allowed: float) -> bool:
-    """Whether two values differ little compared to the change; False if the change itself is rounding."""
-    change = a if before is None else a - before
-    size, noise = change.nan_to_num().norm(), 100 * torch.finfo(a.dtype).eps * a.nan_to_num().norm()
+    """Whether two values differ little compared to the change; False if the change itself is rounding.
+
+    Compared to the value, too: from a start of 1e9 or infinity, the change to a first loss is the same for any loss.
+    """
+    if before is not None and not before.isfinite().all():
+        before = None
+    change, value = a if before is None else a - before, a.nan_to_num().norm()
+    size, noise = change.nan_to_num().norm(), 100 * torch.finfo(a.dtype).eps * value
     if before is not None and size <= noise:
         return False
-    close = (a.nan_to_num() - b.nan_to_num()).norm() <= allowed * size
+    close = (a.nan_to_num() - b.nan_to_num()).norm() <= allowed * torch.minimum(size, value)
     return bool(close) and torch.equal(a.isnan(), b.isnan())
 
 

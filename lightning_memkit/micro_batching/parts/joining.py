@@ -49,6 +49,7 @@ class Joining:
     def __init__(self, allowed: float) -> None:
         self.allowed = allowed
         self.doubtful: list[str] = []  # values of the last `join` for which the remaining rules differ
+        self.unlike: list[str] = []  # values of the last `join` that are to be the same in all, and are not
         self.excess = 0.0  # their largest difference, relative to what is allowed for rounding
         self.comparisons = 0
         self._telling = 0  # comparisons of a number that rules of one kind only fitted
@@ -84,8 +85,13 @@ class Joining:
         Raises:
             JoinError: the micro-batches' values can't be joined (they are padded to unequal lengths, say).
         """
-        self.doubtful, self.excess = [], 0.0
+        self.doubtful, self.unlike, self.excess = [], [], 0.0
         return self._join((), parts, counts)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of the likeliest rules."""
+        return frozenset(rules[0][0] for rules in self._open.values() if rules)
 
     @property
     def sure(self) -> bool:
@@ -209,6 +215,8 @@ class Joining:
             self.excess = float("inf")
             rules = unseen_rules(parts, counts)
         joined = applied(rules[0], parts, counts, path)
+        if rules[0] == ("same",) and not same_everywhere(parts):
+            self.unlike.append(name_of(path))
         others = [other for other in rules[1:] if not _weigh_alike(rules[0], other, counts)]
         errors = [relative_error(applied(other, parts, counts, path), joined) for other in others]
         farthest, allowed = max(errors, default=0.0), self._allowed(joined)

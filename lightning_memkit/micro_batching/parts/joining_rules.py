@@ -99,6 +99,8 @@ def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any
         raise JoinError(f"{name_of(path)} is a mean over {options[0]}, which this batch does not tell")
     if kind == "same":
         return parts[-1]
+    if not all(map(is_number_like, parts)):
+        raise JoinError(f"{name_of(path)} is no number in some micro-batches")
     values = [_tensor(part) for part in parts]
     if kind == "cat":
         if not _fits(values, options[0]):

@@ -185,7 +185,7 @@ class PartsRunner:
             self._warn(untold.SKIP)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
-            failed = state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+            failed = state.finish({"loss": attempt.weights, "samples": sizes}, ran, attempt.losses)
             if names := self._watched.unsettled(state, failed):
                 self._warn(untold.STATE.format(names=names))
 

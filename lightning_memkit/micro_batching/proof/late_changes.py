@@ -35,6 +35,8 @@ def look_again(
     for rows in sorted({total, min(total, max(micro_batch_size, 2))}, reverse=True):
         watch.known = set(known)
         trials.forget(error.names)
+        if weighing.state is not None:
+            weighing.state.forget(error.names)
         weighing.again(step, trials, rows)
         unseen = error.names - watch.known
         refused = weighing.verdict is not None and not weighing.verdict.adds_up

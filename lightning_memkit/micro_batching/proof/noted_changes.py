@@ -4,37 +4,19 @@ A change composes if micro-batches, run in sequence, leave what the whole batch 
 """
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.micro_batching.changes.composition import Left, compose
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.step_changes import StepChange
-from lightning_memkit.micro_batching.changes.step_watch import StepWatch
-from lightning_memkit.micro_batching.changes.value_walk import Keys
+from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange
+from lightning_memkit.micro_batching.proof.lost_state import warn_of_lost
+from lightning_memkit.micro_batching.proof.set_once import SetOnce, Steps
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, other_rows
 from lightning_memkit.micro_batching.proof.without_noise import quiet
-from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.run import Run, Step
 
-_Named = tuple[str, str]  # a change's kind and name
-
-
-class Steps(Protocol):
-    """Runs a step on some rows, and knows what steps change; implemented by `Trials`."""
-
-    changes: tuple[StepChange, ...]
-    changing: Keys
-    ranks: Ranks
-    watch: StepWatch
-
-    def kept(self, step: Step, *parts: Any) -> Rollback:
-        """Record the state that a step may change."""
-        ...
-
-    def run(self, step: Step, batch: Any) -> bool:
-        """Forward and backward of some rows."""
-        ...
+_Named = tuple[ChangeKind, str]  # a change's kind and name
 
 
 class NotedChanges:
@@ -47,7 +29,8 @@ class NotedChanges:
 
     def __init__(self, run: Run, trials: Steps) -> None:
         self._run, self._trials = run, trials
-        self._once: set[_Named] = set()  # changes that a second step does not repeat
+        self._set_once = SetOnce(run, trials)
+        self._once: set[_Named] = set()  # changes that a second step does not repeat, and any rows make alike
         self._always: dict[_Named, StepChange] = {}
         self._judged: set[_Named] = set()  # changes of which it is known whether they compose
 
@@ -61,7 +44,7 @@ class NotedChanges:
         """Set the changes that every step makes, and whether they compose.
 
         Costs about three more steps when a name is new, and as many in eval mode if a change does not compose in
-        train mode; none if a step changes nothing.
+        train mode; six more if a further step does not repeat it; none if a step changes nothing.
         """
         self._trials.changing |= rollback.changed()  # before further runs restore something
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
@@ -70,15 +53,20 @@ class NotedChanges:
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
             again = self._changes_of_a_second_step(step, batch)
-            if again is not None and unknown - again.keys():
-                again |= self._changes_of_the_same_rows(step, batch, unknown - again.keys())
+            once = set[_Named]() if again is None else unknown - again.keys()
+            if self._trials.ranks.any(bool(once)):
+                same = self._changes_of_the_same_rows(step, batch, once)
+                again, once = None if again is None else again | same, once - same.keys()
+            if self._trials.ranks.any(bool(once)):
+                unlike = self._unlike_in_parts(step, batch, rollback, once, again or {})
+                again = None if again is None else again | unlike
             del logged[count:]
             if again is not None:
                 # A change that was judged without batch statistics keeps its verdict.
                 again = {named: change for named, change in again.items() if named not in self._judged}
                 self._always.update(again)
                 self._judged |= again.keys() if rows > 2 else set()
-                self._once = (self._once | unknown) - self._always.keys()
+                self._once = (self._once | (unknown if rows > 1 else set())) - self._always.keys()
                 self._trials.watch.judged(name for _, name in self._once)
                 found = (*found, *again.values())
         self._trials.changes = tuple(
@@ -115,6 +103,24 @@ class NotedChanges:
             return {}
         self._trials.changing |= rollback.changed()
         return {_named(change): change for change in rollback.changes() if _named(change) in wanted}
+
+    def _unlike_in_parts(
+        self,
+        step: Step,
+        batch: Any,
+        rollback: Rollback,
+        once: set[_Named],
+        again: dict[_Named, StepChange],
+    ) -> dict[_Named, StepChange]:
+        """Of changes that no step repeats, those that micro-batches leave other than the whole does."""
+        found = {_named(change): change for change in rollback.changes()}
+        judged = {named: change for named, change in self._always.items() if named in self._judged}
+        others = [change for named, change in (found | again | judged).items() if named not in once]
+        lost = rollback.restore()
+        if lost:
+            warn_of_lost(lost)
+        alike = self._set_once.alike(step, batch, {name for _, name in once}, others)
+        return {(kind, name): StepChange(kind=kind, name=name) for kind, name in once if name not in alike}
 
     def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
         """The changes that compose in eval mode, where dropout draws no other numbers in micro-batches."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, split_batch, weigher
-from lightning_memkit.micro_batching.changes.composed_state import ComposedState
+from lightning_memkit.micro_batching.changes.composed_state import ComposedState, with_earlier
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
@@ -289,7 +289,7 @@ class Weighing:
             or Verdict(adds_up=True, relative_error=outcome.miss.relative_error)
         )
         self.unproven = ""
-        self.rules, self.state = outcome.rules, outcome.state
+        self.rules, self.state = outcome.rules, with_earlier(outcome.state, self.state)
         if outcome.rules is not None:
             learn_counts(probed, self.foretold, outcome, outcome.rules)
         self._open = outcome.ways

@@ -46,6 +46,7 @@ class NotFiniteError(NothingCountsError):
 class TrialStep:
     """The results of one trial step: gradient, loss, logs, returned values, and the state that it left.
 
+    `changes` is what it changed besides gradients.
     `drawn` is the state of Python's and NumPy's generators after it; None if it drew nothing from them.
     """
 
@@ -58,6 +59,7 @@ class TrialStep:
     returned: dict[str, Any]
     values: dict[tuple[Any, int], Tensor]
     left: dict[str, Any]
+    changes: tuple[StepChange, ...] = ()
     drawn: Any = None
 
     @property
@@ -213,6 +215,7 @@ class RowRuns:
             returned=trials.returned,
             values=trials.values,
             left=trials.captured or {},
+            changes=trials.changes,
             drawn=trials.drawn,
         )
 

@@ -75,8 +75,10 @@ class RowTrials:
             raise NotFiniteError
         if any_rank(self._runs.step.run, not whole.counts):
             raise NothingCountsError
-        changes = [c for c in self._runs.trials.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]
-        state = self._capture(changes, whole.loss.dtype)
+        changes = _not_composing(whole)
+        # Of lists that gain all rows in order, the number of items is the whole batch's, too: a step may count them.
+        lists = [c for c in whole.changes if c.composes and c.kind == "container"]
+        state = self._capture([*changes, *lists], whole.loss.dtype)
         scaled = self._runs.whole(lambda loss: loss * SCALE)
         whole.left, again = scaled.left, scaled.gradient / SCALE
         comparison = Comparison(self._runs.spans(), whole.gradient, again)
@@ -108,7 +110,10 @@ class RowTrials:
             outcome.bends = bends
             if outcome.why or bends:  # gradients that agree on these few rows would prove nothing
                 outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
-        outcome.changes, outcome.state = changes, state
+        # What a micro-batch changes and the whole does not: by an event that is one of few rows only.
+        told = {c.name for c in whole.changes}
+        further = [c for part in present for c in _not_composing(part) if c.name not in told]
+        outcome.changes, outcome.state = list(dict.fromkeys([*changes, *further])), state
         self._judge_draws(outcome)
         return outcome
 
@@ -280,3 +285,7 @@ class RowTrials:
     def _weights(self, way: WeighBy | Weigher) -> list[float]:
         count = weigher(way, self._runs.rows.whole)
         return normalized([float(count(part)) for part in self._runs.rows.parts], summed=way == "sum")
+
+
+def _not_composing(run: TrialStep) -> list[StepChange]:
+    return [c for c in run.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]
