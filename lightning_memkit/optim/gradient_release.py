@@ -106,10 +106,10 @@ class Release:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        optimizer = self.optimizer
-        optimizer.__dict__.pop(_MARK, None)
-        if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
-            give_step_back(optimizer, self._previous_step)
+        own = getattr(self._optimizer(), "__dict__", {})  # empty if the optimizer was exchanged and is gone
+        own.pop(_MARK, None)
+        if getattr(own.get("step"), _MARK, None) is self:
+            give_step_back(self.optimizer, self._previous_step)
 
     def measured_norm(self, backward: Callable[[], object]) -> Tensor:
         """The norm of the gradients of a backward, each freed at once; bitwise that of `clip_grad_norm_`.

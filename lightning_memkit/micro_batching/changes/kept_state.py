@@ -1,7 +1,7 @@
 """Snapshots of values that a step may change: each tells whether its value changed, and restores it."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from operator import is_
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class KeptDict(Kept):
         self,
         place: Place,
         owner: dict[Any, Any],
-        passed_over: frozenset[str] = frozenset(),
+        passed_over: Container[str] = (),
         *,
         attributes: bool,
     ) -> None:

@@ -38,6 +38,7 @@ from lightning_memkit.micro_batching.changes.kept_state import (
 from lightning_memkit.micro_batching.changes.kept_tensor import TENSOR_HOOKS, KeptTensor, Place
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
+from lightning_memkit.micro_batching.changes.tensor_attributes import NamesOfTorch
 from lightning_memkit.utilities.class_attributes import class_attributes
 from lightning_memkit.utilities.generators import GENERATORS
 from lightning_memkit.utilities.rewindable import Rewindable, make_rewindable
@@ -157,6 +158,16 @@ class ValueWalk(ABC):
             kept.pair = None if kept.spare is None else self._spares.pair(tensor)
         if not is_lazy(tensor):
             self._keep_hooks(place, {name: getattr(tensor, name, None) for name in TENSOR_HOOKS})
+        if not kept.is_bare:
+            self._keep_tensor_attributes(place.of_attributes(), tensor)
+
+    def _keep_tensor_attributes(self, place: Place, tensor: Tensor) -> None:
+        make_rewindable(tensor.__dict__)
+        attributes = KeptDict(place, tensor.__dict__, NamesOfTorch(tensor), attributes=True)
+        self._kept.append(attributes)
+        for name, value in attributes.items.items():
+            if type(value) not in PLAIN_KINDS:
+                self._keep_value(place.below(f".{name}"), value)
 
     def _keep_array(self, place: Place, value: Any) -> None:
         self._seen.add(id(value))
