@@ -187,7 +187,7 @@ class ComposedState:
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module | Tensor | None:
-    """What holds an attribute in its `__dict__`, or may: a module, a parameter or a buffer; None for any other name."""
+    """The module, parameter or buffer that holds an attribute in its `__dict__`, or may; None for any other name."""
     path, _, attribute = name.rpartition(".")
     owner = _at(module, path)
     if owner is None:

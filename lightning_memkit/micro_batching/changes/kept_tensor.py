@@ -193,8 +193,8 @@ class KeptTensor:
         return self.pair is None or torch.equal(*self.pair)
 
     def changes(self) -> Iterator[StepChange]:
-        """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
-        if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
+        """A change if it differs; of some kinds any write: an average may start as a copy, and moments as zeros."""
+        if self.differs or (self.place.kind in ("parameter", "buffer", "optimizer_state") and self.was_set):
             yield self.place.change()
         if self.was_frozen:
             yield self.place.change(_FLAG)

@@ -74,6 +74,9 @@ class NotedChanges:
                 again |= self._changes_of_the_same_rows(step, batch, unknown - again.keys())
             del logged[count:]
             if again is not None:
+                # Damped when a loss rises, say: that the next rows did not do it does not make it a thing done once.
+                states = {_named(one): one for one in found if one.kind == "optimizer_state"}
+                again = states | again
                 # A change that was judged without batch statistics keeps its verdict.
                 again = {named: change for named, change in again.items() if named not in self._judged}
                 self._always.update(again)

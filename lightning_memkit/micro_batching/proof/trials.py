@@ -116,8 +116,8 @@ class Trials:
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
         batches, beside = [step.batch, *parts], step.run.changed_beside()
-        apart = step.run.steppers(step)
-        return Rollback(self._module, changing, batches=batches, beside=beside, apart=apart)
+        optimizers = step.run.steppers(step)
+        return Rollback(self._module, changing, batches=batches, beside=beside, optimizers=optimizers)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None

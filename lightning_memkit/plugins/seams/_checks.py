@@ -21,8 +21,9 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
     names = with_batch_statistics(module)
     if names:
         warnings.warn(
-            f"{_shown(names)} normalize with statistics of the batch: of a split batch they see each micro-batch's, as under "
-            "any gradient accumulation, and update their running averages once a micro-batch.",
+            f"{_shown(names)} normalize with statistics of the batch: of a split batch they see each "
+            "micro-batch's, as under any gradient accumulation, and update their running averages once a "
+            "micro-batch.",
             stacklevel=3,
         )
     names = with_running_averages(module)
