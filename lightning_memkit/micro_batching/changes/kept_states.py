@@ -32,55 +32,61 @@ class KeptStates(Kept):
         self.place, self._known = place, known
         self._names: dict[int, str] | None = None
         self._contents: list[tuple[_Path, Any, Any]] = []
-        self._tensors: list[tuple[_Path, Tensor, int]] = []
+        # Lists side by side, because there may be thousands of tensors in every step.
+        self._paths: list[_Path] = []
+        self._tensors: list[Tensor] = []
         self._take((), owner)
+        self._versions = _versions(self._tensors)
 
-    def _take(self, path: _Path, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._tensors.append((path, value, _version(value)))
-        elif isinstance(value, (dict, list, tuple)) and len(path) < _DEEPEST:
-            if not isinstance(value, tuple):
-                self._contents.append((path, value, value.copy()))
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(item, (Tensor, dict, list, tuple)):
-                    self._take((*path, key), item)
+    def _take(self, path: _Path, container: Any) -> None:
+        if not isinstance(container, tuple):
+            self._contents.append((path, container, container.copy()))
+        for key, item in container.items() if isinstance(container, dict) else enumerate(container):
+            if isinstance(item, Tensor):
+                if not item.is_inference():  # such a tensor has no version counter
+                    self._paths.append((*path, key))
+                    self._tensors.append(item)
+            elif isinstance(item, (dict, list, tuple)) and len(path) < _DEEPEST:
+                self._take((*path, key), item)
 
     def take_tensors(self, names: frozenset[str] | None) -> list[tuple[Place, Tensor]]:
         """The tensors of these names, or all; their values are another snapshot's from here on."""
-        placed = [(self.place.below(self._suffix(path)), one) for path, one, _ in self._tensors]
-        taken = [names is None or place.name in names for place, _ in placed]
-        self._tensors = [one for one, is_taken in zip(self._tensors, taken, strict=True) if not is_taken]
-        return [one for one, is_taken in zip(placed, taken, strict=True) if is_taken]
+        places = [self.place.below(self._suffix(path)) for path in self._paths]
+        found = list(zip(places, self._tensors, self._paths, strict=True))
+        left = [] if names is None else [one for one in found if one[0].name not in names]
+        self._paths, self._tensors = [path for *_, path in left], [tensor for _, tensor, _ in left]
+        self._versions = _versions(self._tensors)
+        return [(place, one) for place, one, _ in found if names is None or place.name in names]
 
     def written(self) -> frozenset[tuple[str, str]]:
         """The keys of the tensors that were written to."""
-        paths = [path for path, tensor, version in self._tensors if _version(tensor) != version]
-        return frozenset(self.place.below(self._suffix(path)).key for path in paths)
+        return frozenset(self.place.below(self._suffix(path)).key for path in self._written())
+
+    def _written(self) -> list[_Path]:
+        now = _versions(self._tensors)
+        if now == self._versions:
+            return []
+        return [path for path, a, b in zip(self._paths, self._versions, now, strict=True) if a != b]
 
     def optimizer_steps(self) -> None:
         """Writes from here on are the optimizer's."""
-        self._tensors = []
+        self._paths, self._tensors, self._versions = [], [], []
 
     @property
     @override
     def is_still(self) -> bool:
         for _, now, before in self._contents:
-            if len(now) != len(before):
+            values = (now.values(), before.values()) if isinstance(before, dict) else (now, before)
+            if len(now) != len(before) or not all(map(is_, *values)):
                 return False
-            if not all(
-                map(is_, now.values(), before.values()) if type(before) is dict else map(is_, now, before)
-            ):
-                return False
-        return all(_version(tensor) == version for _, tensor, version in self._tensors)
+        return _versions(self._tensors) == self._versions
 
     @override
     def moved(self) -> Iterator[StepChange]:
         for path, now, before in self._contents:
             for key in _differing(now, before):
                 yield self._change((*path, *key), self._kind(now, before, key))
-        for path, tensor, version in self._tensors:
-            if _version(tensor) != version:
-                yield self._change(path)
+        yield from map(self._change, self._written())
 
     @override
     def changes(self) -> Iterator[StepChange]:
@@ -88,9 +94,7 @@ class KeptStates(Kept):
             for key in _differing(now, before):
                 if not (key and alike(_at(before, key), _at(now, key))):
                     yield self._change((*path, *key), self._kind(now, before, key))
-        for path, tensor, version in self._tensors:
-            if _version(tensor) != version:
-                yield self._change(path)
+        yield from map(self._change, self._written())
 
     @override
     def now(self, change: StepChange) -> Any:
@@ -112,7 +116,7 @@ class KeptStates(Kept):
                 set_items(now, before)
             elif len(now) != len(before) or not all(map(is_, now, before)):
                 now[:] = before
-        self._tensors = [(path, tensor, _version(tensor)) for path, tensor, _ in self._tensors]
+        self._versions = _versions(self._tensors)
 
     def _change(self, path: _Path, kind: ChangeKind = "optimizer_state") -> StepChange:
         return self.place.of_kind(kind).below(self._suffix(path)).change()
@@ -148,5 +152,5 @@ def _at(container: Any, key: _Path) -> Any:
     return container.get(key[0], ABSENT) if key else container
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]

@@ -77,7 +77,7 @@ class KeptTensor:
         self.pair: tuple[Tensor, Tensor] | None = None
         self.was_copied = False  # by a `CopyOnWrite`, because an operator was about to write to it
         # Most tensors hold no attributes: these need no snapshot, as long as none is set.
-        self.is_bare = not attributes_of(tensor)
+        self.is_bare = not tensor.__dict__ or not attributes_of(tensor)
         self._held = len(tensor.__dict__)  # torch's own
         self._kind = type(tensor)
         with torch._C.DisableTorchFunctionSubclass():
@@ -183,7 +183,7 @@ class KeptTensor:
     @property
     def is_still(self) -> bool:
         """Whether its counter, address and flag are those of the snapshot, and values need no look."""
-        if self.was_frozen or self._has_gained:
+        if self.was_frozen or (self.is_bare and len(self.tensor.__dict__) != self._held):
             return False
         if self.version is None:
             return True
@@ -235,7 +235,7 @@ class KeptTensor:
         tensor = self.tensor
         if self._has_gained:
             for name in attributes_of(tensor):
-                del tensor.__dict__[name]
+                del vars(tensor)[name]
         for name in self._without_hooks:
             hooks = getattr(tensor, name, None)
             if hooks:

@@ -169,7 +169,7 @@ class ValueWalk(ABC):
 
     def _keep_tensor_attributes(self, place: Place, tensor: Tensor) -> None:
         make_rewindable(tensor.__dict__)
-        attributes = KeptDict(place, tensor.__dict__, NamesOfTorch(tensor), attributes=True)
+        attributes = KeptDict(place, vars(tensor), NamesOfTorch(tensor), attributes=True)
         self._kept.append(attributes)
         for name, value in attributes.items.items():
             if type(value) not in PLAIN_KINDS:
