@@ -15,6 +15,7 @@ from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.choice import PartsChoice
 from lightning_memkit.micro_batching.history import PartsChange, noted
+from lightning_memkit.micro_batching.journaling import Journaling
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.partition import WHOLE, Cut, Partition
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
@@ -24,14 +25,12 @@ from lightning_memkit.micro_batching.proof.lazy_modules import materialized
 from lightning_memkit.micro_batching.proof.survey import Surveys
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.whole_looks import WholeLooks
-from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
+from lightning_memkit.micro_batching.ranks.agreement import ranks_of
 from lightning_memkit.micro_batching.recovery import Recovery
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.sizes.sizing import Foreseen
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
-from lightning_memkit.optim.bundling import BUNDLE_BYTES, BUNDLE_BYTES_CPU
-from lightning_memkit.optim.journal import journal_steps
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.patching import Undo
 from lightning_memkit.utilities.tensors import tensors_of
@@ -104,12 +103,14 @@ class Engine:
         self.recovery.spares = SpareCopies(int(options.budget_bytes * _COPIED))
         self._resumed, self._retried = resumed, retried
         self._has_split = False
+        self._journaling = Journaling(self.recovery, int(options.budget_bytes * _COPIED))
         self._undo: list[Undo] = [self.window.close]
 
     def close(self) -> None:
         """Undo all that was changed in the run."""
         while self._undo:
             self._undo.pop()()
+        self._journaling.undo()
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes in use, which a resumed run uses again; while tuning is under way, those it goes on to time."""
@@ -130,6 +131,7 @@ class Engine:
         try:
             with unmetered():  # a meter around the step must see the step alone
                 if self.prepared:
+                    self._journaling.follow(step)
                     probes = self.choice.weighing.probes
                     self.choice.before_later(step)
                     if self.choice.weighing.probes != probes:
@@ -149,12 +151,13 @@ class Engine:
         try:
             self.recovery.load_state_dict(self._resumed)
             self._meet()
-            self._journal(step)
+            self._journaling.follow(step)
             with materialized(step, self.trials):
                 self.record.sizing = self.choice.before_first(step)
         except BaseException:
             while len(self._undo) > taken:
                 self._undo.pop()()
+            self._journaling.undo()
             raise
         self.record.peak_bytes = self.record.sizing.peak_bytes
         self.recovery.changing = self.trials.changing
@@ -188,23 +191,6 @@ class Engine:
         self.runner.phase = "in reading what the loss counts"
         with unmetered():
             return self._surveys(step, cut, partition, rules)
-
-    def _journal(self, step: Step) -> None:
-        """Let the optimizer's own step survive an OOM; where that is impossible, no step is retried."""
-        if not self.options.recover:
-            return
-        try:
-            largest = BUNDLE_BYTES_CPU if self.loop.device.type == "cpu" else BUNDLE_BYTES
-            journal = journal_steps(
-                local_optimizer(step.optimizer),
-                ready=self.recovery.optimizer_steps,
-                bundle_bytes=max(1, min(largest, int(self.options.budget_bytes * _COPIED))),
-            )
-        except (TypeError, ValueError) as error:
-            warnings.warn(f"MemoryBudget can't retry steps that run out of memory: {error}", stacklevel=2)
-            self.recovery.retries = False
-        else:
-            self._undo.append(journal.undo)
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:

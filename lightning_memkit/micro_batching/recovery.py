@@ -52,9 +52,9 @@ class SafePoint:
             step.run.keep_scaler(),
         ]
         kept = {**step.run.changed_beside(), **_step_hooks(step)}
-        apart = step.run.steppers(step)
+        optimizers = step.run.steppers(step)
         self.rollback = Rollback(
-            step.run.module, changing, batches=[step.batch], beside=kept, apart=apart, spares=spares
+            step.run.module, changing, batches=[step.batch], beside=kept, optimizers=optimizers, spares=spares
         )
         self._gradients = KeptGradients(step, self.rollback.leaves()) if step.starts_window else None
 

@@ -160,18 +160,18 @@ class Run:
         return lambda: None
 
     def changed_beside(self) -> dict[str, Any]:
-        """Objects that a step may change besides the module, by name: optimizers' settings, hooks' owners."""
-        return {
-            f"optimizers[{index}].param_groups[{number}]": group
-            for index, optimizer in enumerate(self.optimizers)
-            for number, group in enumerate(optimizer.param_groups)
-        }
+        """Objects that a step may change besides the module and the optimizers, by name: hooks' owners."""
+        return {}
 
-    def steppers(self, step: "Step") -> list[Any]:
-        """The optimizers of the run, with their states: no part of what a step changes besides them."""
-        optimizers = [*self.optimizers, step.optimizer]
-        optimizers += [local_optimizer(optimizer) for optimizer in optimizers]
-        return [*optimizers, *(part for one in optimizers for part in (one.state, one.param_groups))]
+    def steppers(self, step: "Step") -> dict[str, Optimizer]:
+        """The optimizers of the run, by name, whose settings and states a step may change before they step."""
+        named = {f"optimizers[{index}]": one for index, one in enumerate(self.optimizers)}
+        if not any(one is step.optimizer for one in named.values()):
+            named["optimizer"] = step.optimizer
+        locals_ = {f"{name}.optim": local_optimizer(one) for name, one in named.items()}
+        return named | {
+            name: one for name, one in locals_.items() if one is not named[name[: -len(".optim")]]
+        }
 
     def hooks_by_micro_batch(self) -> list[str]:
         """The names of the user's hooks that see the gradients of each micro-batch."""

@@ -80,23 +80,24 @@ class Compensation:
 
     def undo(self) -> None:
         """Restore the optimizer's own step and drop the low halves; states are cast to the weights' dtype."""
-        if not self._active:
+        optimizer = self._optimizer() if self._active else None
+        if optimizer is None:  # undone already, or exchanged for another one and gone
             return
         self._active = False
         self._undo_checkpoints()
         self._undo_switches()
         self.undo_widening()
-        if self.optimizer.__dict__.get("step") is self._own_step:
-            give_step_back(self.optimizer, self._previous_step)
-        self.optimizer.__dict__.pop(COMPENSATION, None)
-        self.optimizer.__dict__.pop("__reduce_ex__", None)
-        for slot in slots(self.optimizer):
-            state = self.optimizer.state.get(slot.parameter)
+        if optimizer.__dict__.get("step") is self._own_step:
+            give_step_back(optimizer, self._previous_step)
+        optimizer.__dict__.pop(COMPENSATION, None)
+        optimizer.__dict__.pop("__reduce_ex__", None)
+        for slot in slots(optimizer):
+            state = optimizer.state.get(slot.parameter)
             if state is None or not is_compensated(slot.parameter):
                 continue
             for name in LOW_STATES:
                 state.pop(name, None)
-            group, count = self.optimizer.param_groups[slot.group], state.get("step")
+            group, count = optimizer.param_groups[slot.group], state.get("step")
             if isinstance(count, Tensor) and (group.get("fused") or group.get("capturable")):
                 # Where torch's fused and capturable steps expect it.
                 state["step"] = count.to(slot.parameter.device)
@@ -104,7 +105,7 @@ class Compensation:
                 if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0:
                     state[name] = value.to(slot.parameter.dtype)
             if not state:
-                del self.optimizer.state[slot.parameter]
+                del optimizer.state[slot.parameter]
 
     def snapshot(self, *, weights: bool = True, device: torch.device | None = None) -> OptimizerSnapshot:
         """Copy everything that a trial step changes: weights, states, low halves, group scalars, rounding noise.

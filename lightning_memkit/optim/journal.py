@@ -100,10 +100,10 @@ class Journal:
             return
         self._active = False
         self._gradients = {}
-        optimizer = self.optimizer
-        optimizer.__dict__.pop(_MARK, None)
-        if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
-            give_step_back(optimizer, self._previous_step)
+        own = getattr(self._optimizer(), "__dict__", {})  # empty if the optimizer was exchanged and is gone
+        own.pop(_MARK, None)
+        if getattr(own.get("step"), _MARK, None) is self:
+            give_step_back(self.optimizer, self._previous_step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -85,7 +85,9 @@ class StateOffload:
         self._active = False
         self._home.settle()
         self._settle_hook.remove()
-        optimizer = self.optimizer
+        optimizer = self._optimizer()
+        if optimizer is None:  # exchanged for another one, and gone
+            return
         for mark in (_MARK, HOME):
             optimizer.__dict__.pop(mark, None)
         for name, own in self._own.items():

@@ -11,12 +11,14 @@ import logging
 import multiprocessing
 import queue
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pydantic
 import pytest
 import torch
@@ -187,6 +189,93 @@ def _variable() -> tuple[Any, Count]:
     return variable, count
 
 
+def _tensor() -> tuple[Any, Count]:
+    marked = torch.zeros(2)
+    marked.n = 0  # pyright: ignore[reportAttributeAccessIssue]
+    return [marked], _counting(marked)
+
+
+def _bare_tensor() -> tuple[Any, Count]:
+    bare: Any = torch.zeros(2)
+
+    def count() -> int:
+        bare.n = getattr(bare, "n", 0) + 1
+        return bare.n
+
+    return [bare], count
+
+
+def _proxy() -> tuple[Any, Count]:
+    counts: Any = types.MappingProxyType({"n": [0]})
+
+    def count() -> int:
+        counts["n"][0] += 1
+        return counts["n"][0]
+
+    return counts, count
+
+
+def _view() -> tuple[Any, Count]:
+    view = memoryview(bytearray(2))
+
+    def count() -> int:
+        view[0] += 1
+        return view[0]
+
+    return view, count
+
+
+def _seeds() -> tuple[Any, Count]:
+    seeds = np.random.SeedSequence(3)
+    return seeds, lambda: seeds.spawn(1)[0].spawn_key[0] + 1
+
+
+def _spawning() -> tuple[Any, Count]:
+    generator = np.random.default_rng(3)
+    seeds: Any = generator.bit_generator.seed_seq
+
+    def count() -> int:
+        generator.spawn(1)
+        return seeds.n_children_spawned
+
+    return generator, count
+
+
+class Described:
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def __get__(self, owner: Any, kind: Any = None) -> int:
+        return self.counts.get("n", 0)
+
+    def __set__(self, owner: Any, value: int) -> None:
+        self.counts["n"] = value
+
+
+class CallsCount:
+    n = 0
+
+    def __call__(self) -> int:
+        self.n += 1
+        return self.n
+
+
+def _descriptor() -> tuple[Any, Count]:
+    class WithDescriptor:
+        n = Described()
+
+    owner = WithDescriptor()
+    return owner, _counting(owner)
+
+
+def _called() -> tuple[Any, Count]:
+    class WithCallable:
+        count = CallsCount()
+
+    owner = WithCallable()
+    return owner, owner.count
+
+
 OBJECTS: dict[str, Callable[[], tuple[Any, Count]]] = {
     "a namespace": lambda: _with_number(argparse.Namespace()),
     "an own data set": lambda: _with_number(Replay()),
@@ -196,6 +285,14 @@ OBJECTS: dict[str, Callable[[], tuple[Any, Count]]] = {
     "a model of pydantic": lambda: (lambda s: (s, _counting(s)))(Settings()),
     "an enum's member": lambda: _with_number(Phase.WARM),
     "thread-local data": lambda: _with_number(threading.local()),
+    "a tensor's attribute": _tensor,
+    "a tensor's first attribute": _bare_tensor,
+    "a proxy of a dictionary": _proxy,
+    "a view of bytes": _view,
+    "a sequence of seeds": _seeds,
+    "a generator that spawns": _spawning,
+    "a descriptor's dictionary": _descriptor,
+    "a callable of a class": _called,
     "a queue": _queue,
     "shared memory": _shared,
     "a weak dictionary": _weak,

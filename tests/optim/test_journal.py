@@ -1,6 +1,7 @@
 # pyright: reportArgumentType=false
 """Steps that run out of memory at any allocation end as if they had not: as the optimizer's own, unjournaled."""
 
+import gc
 import random
 from array import array
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lightning_memkit.optim.compensation import compensate, compensation_of
 from lightning_memkit.optim.gradient_release import release_gradients
 from lightning_memkit.optim.journal import journal_of, journal_steps
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
+from lightning_memkit.optim.offload import offload_states
 from lightning_memkit.testing import Faults, count_allocations, fail_at, sweep
 from tests.optim import test_third_party as third_party
 from tests.optim.helpers import OPTIMIZERS, SHAPES, all_tensors, set_gradients, shapes_for, two_groups
@@ -309,6 +311,19 @@ def test_schedulers_made_before_and_after_go_on_also_after_the_undo(
             scheduler.step()
         results.append(everything(optimizer, []))
     assert_bits(*results)
+
+
+@pytest.mark.parametrize("change", [journal_steps, compensate, release_gradients, offload_states])
+@pytest.mark.filterwarnings("ignore::lightning_memkit.utilities.errors.NoEffectWarning")
+def test_the_undo_of_an_optimizer_that_is_gone_does_nothing(change: Callable[[Optimizer], Any]) -> None:
+    parameter = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    handle = change(torch.optim.AdamW([parameter]))
+    gc.collect()
+    handle.undo()
+    with pytest.raises(ReferenceError, match="is gone"):
+        _ = handle.optimizer
+    parameter.sum().backward()
+    assert parameter.grad is not None
 
 
 def test_the_undo_gives_the_step_back() -> None:

@@ -266,11 +266,23 @@ def _form(name: str, left: Any) -> _Form:
     return name, isinstance(left, Anew)
 
 
-def _owner(module: nn.Module, name: str) -> nn.Module | None:
-    """The module that holds an attribute in its `__dict__`, or may; None for any other name."""
+def _owner(module: nn.Module, name: str) -> nn.Module | Tensor | None:
+    """The module, parameter or buffer that holds an attribute in its `__dict__`, or may; None for any other name."""
     path, _, attribute = name.rpartition(".")
-    try:
-        owner = module.get_submodule(path)
-    except AttributeError:
+    owner = _at(module, path)
+    if owner is None:
         return None
     return owner if attribute in vars(owner) or not hasattr(owner, attribute) else None
+
+
+def _at(module: nn.Module, path: str) -> nn.Module | Tensor | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        above, _, last = path.rpartition(".")
+    try:
+        owner = module.get_submodule(above)
+    except AttributeError:
+        return None
+    tensor = owner._parameters.get(last)
+    return owner._buffers.get(last) if tensor is None else tensor

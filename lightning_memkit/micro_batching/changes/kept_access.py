@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from io import BytesIO, IOBase, StringIO, TextIOWrapper
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -42,11 +43,15 @@ class _Access:
 def access_to(value: Any) -> _Access | None:
     """How to read and set a value's state; None for an object that has no such state, or is too large."""
     if isinstance(value, _CTYPES):
-        return _Access(read=_bytes_of, write=_set_bytes) if ctypes.sizeof(value) <= _MOST_BYTES else None
+        return _OF_BYTES if ctypes.sizeof(value) <= _MOST_BYTES else None
     if type(value).__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
         return _OF_SHARED if ctypes.sizeof(value.get_obj()) <= _MOST_BYTES else None
     if isinstance(value, (StringIO, BytesIO)):
         return None if value.closed or value.tell() > _MOST_BYTES else _IN_MEMORY
+    if isinstance(value, np.random.SeedSequence):
+        return _OF_SEEDS
+    if isinstance(value, memoryview):
+        return _OF_BYTES if _is_writable(value) else None
     if isinstance(value, IOBase):
         return _OF_FILES if _is_on_disk(value) else None
     return _OF_VARIABLES if isinstance(value, ContextVar) else None
@@ -197,6 +202,20 @@ def _set_bytes(value: Any, state: bytes) -> None:
     memoryview(value).cast("B")[:] = state
 
 
+def _is_writable(view: memoryview) -> bool:
+    try:
+        return not view.readonly and view.c_contiguous and view.nbytes <= _MOST_BYTES
+    except ValueError:  # it was released
+        return False
+
+
+def _set_spawned(seeds: Any, spawned: int) -> None:
+    """Restore how many sequences were spawned, which only the constructor sets."""
+    seeds.__init__(
+        seeds.entropy, spawn_key=seeds.spawn_key, pool_size=seeds.pool_size, n_children_spawned=spawned
+    )
+
+
 def _is_on_disk(file: IOBase) -> bool:
     """Whether it is an open file with a position; terminals and pipes have none."""
     return not file.closed and file.seekable() and not file.isatty()
@@ -230,6 +249,8 @@ def _set_in_memory(file: Any, state: tuple[Any, int]) -> None:
     file.seek(position)
 
 
+_OF_BYTES = _Access(read=_bytes_of, write=_set_bytes)
+_OF_SEEDS = _Access(read=lambda seeds: seeds.n_children_spawned, write=_set_spawned)
 _OF_SHARED = _Access(
     read=lambda value: _bytes_of(value.get_obj()),
     write=lambda value, state: _set_bytes(value.get_obj(), state),

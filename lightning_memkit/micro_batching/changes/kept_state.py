@@ -1,7 +1,7 @@
 """Snapshots of values that a step may change: each tells whether its value changed, and restores it."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from operator import is_
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class KeptDict(Kept):
         self,
         place: Place,
         owner: dict[Any, Any],
-        passed_over: frozenset[str] = frozenset(),
+        passed_over: Container[str] = (),
         *,
         attributes: bool,
     ) -> None:
@@ -145,10 +145,10 @@ class KeptDict(Kept):
                 if owner.get(key, ABSENT) is not value:
                     owner[key] = value
             return
-        _set_items(owner, self.items)
+        set_items(owner, self.items)
 
 
-def _set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
+def set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
     """Restore a dictionary's items and their order."""
     if not owner and not items:
         return
@@ -177,7 +177,7 @@ class KeptHooks(Unreported):
     @override
     def restore(self) -> None:
         for table, hooks in self._tables:
-            _set_items(table, hooks)
+            set_items(table, hooks)
 
 
 class KeptItems(Kept):

@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_memkit.memory.meter import storage_is_freed
 from lightning_memkit.micro_batching.changes.alike import alike, same_bits
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange, label
+from lightning_memkit.micro_batching.changes.tensor_attributes import attributes_of
 
+LAZY = (UninitializedBuffer, UninitializedParameter)
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FLAG = ".requires_grad"
+_REGISTERED = ("parameter", "buffer", "batch_statistics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,10 @@ class Place:
         """The same place, where changes are of another kind."""
         return self if kind == self.kind else replace(self, kind=kind)
 
+    def of_attributes(self) -> "Place":
+        """The place of the attributes of a tensor that is here: no parameter or buffer itself."""
+        return self.of_kind("attribute") if self.kind in _REGISTERED else self
+
     def change(self, suffix: str = "", kind: ChangeKind | None = None) -> StepChange:
         """A change of the value, or of what it holds under `suffix`."""
         own = kind if kind is not None and self.kind == "attribute" else self.kind
@@ -59,6 +66,7 @@ class KeptTensor:
         alias: shares the tensor's storage and keeps it alive, even if the tensor gets another one
             (`p.data = ...`).
         copy: the values of the snapshot; None if they were not copied.
+        is_bare: it held no attributes of the user's. (What others hold is kept as that of any object.)
         version: the version at the snapshot; None if writes don't count as the step's (any more).
     """
 
@@ -68,6 +76,9 @@ class KeptTensor:
         # Its bits and those of `spare`, to be compared in every step.
         self.pair: tuple[Tensor, Tensor] | None = None
         self.was_copied = False  # by a `CopyOnWrite`, because an operator was about to write to it
+        # Most tensors hold no attributes: these need no snapshot, as long as none is set.
+        self.is_bare = not tensor.__dict__ or not attributes_of(tensor)
+        self._held = len(tensor.__dict__)  # torch's own
         self._kind = type(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             self.alias = tensor.data
@@ -82,7 +93,7 @@ class KeptTensor:
 
     def _hookless(self) -> tuple[str, ...]:
         """The kinds of hooks of which the tensor has no table yet; its first hook makes one."""
-        if issubclass(self._kind, (UninitializedBuffer, UninitializedParameter)):
+        if issubclass(self._kind, LAZY):
             return ()
         return tuple(name for name in TENSOR_HOOKS if getattr(self.tensor, name, None) is None)
 
@@ -102,7 +113,7 @@ class KeptTensor:
     @property
     def uninitialized(self) -> bool:
         """Whether it belonged to a lazy module and had no shape yet."""
-        return issubclass(self._kind, (UninitializedBuffer, UninitializedParameter))
+        return issubclass(self._kind, LAZY)
 
     @property
     def was_freed(self) -> bool:
@@ -167,11 +178,12 @@ class KeptTensor:
             yield self.place.change()
         if self.was_frozen:
             yield self.place.change(_FLAG)
+        yield from self._gained()
 
     @property
     def is_still(self) -> bool:
         """Whether its counter, address and flag are those of the snapshot, and values need no look."""
-        if self.was_frozen:
+        if self.was_frozen or (self.is_bare and len(self.tensor.__dict__) != self._held):
             return False
         if self.version is None:
             return True
@@ -181,27 +193,51 @@ class KeptTensor:
         return self.pair is None or torch.equal(*self.pair)
 
     def changes(self) -> Iterator[StepChange]:
-        """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
+        """A change if it differs; of some kinds any write: an average may start as a copy, and moments as zeros."""
         if self.copy is None and not self.was_copied and self.version is not None and self.is_still:
             return
-        if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
+        if self.differs or (self.place.kind in ("parameter", "buffer", "optimizer_state") and self.was_set):
             yield self.place.change()
         if self.was_frozen:
             yield self.place.change(_FLAG)
+        yield from self._gained()
+
+    @property
+    def _has_gained(self) -> bool:
+        """Whether a tensor without attributes may have some now."""
+        return self.is_bare and len(self.tensor.__dict__) != self._held
+
+    def _gained(self) -> Iterator[StepChange]:
+        if self._has_gained:
+            place = self.place.of_attributes()
+            yield from (place.change(f".{name}") for name in attributes_of(self.tensor))
 
     def now(self, change: StepChange) -> Any:
-        """The current values, or the flag `requires_grad`."""
+        """The current values, the flag `requires_grad`, or the attribute that is named."""
+        if self._has_gained and change != self.place.change():
+            place = self.place.of_attributes()
+            for name, value in attributes_of(self.tensor).items():
+                if place.change(f".{name}") == change:
+                    return {name: value}
         return self.tensor.requires_grad if change.name.endswith(_FLAG) else self.tensor.data
 
     def before(self, now: Any) -> Any:
         """The values of the snapshot; if they were not copied, the current ones."""
         if isinstance(now, bool):
             return self._requires_grad
+        if isinstance(now, dict):
+            return None
         return self.alias if self.copy is None else self.copy
 
     def restore(self) -> None:
-        """Restore its class, hooks, `requires_grad`, storage and, if they were copied, its values."""
+        """Restore its class, hooks, `requires_grad`, storage and, if they were copied, its values.
+
+        Attributes of a tensor that had none are removed.
+        """
         tensor = self.tensor
+        if self._has_gained:
+            for name in attributes_of(tensor):
+                del vars(tensor)[name]
         for name in self._without_hooks:
             hooks = getattr(tensor, name, None)
             if hooks:

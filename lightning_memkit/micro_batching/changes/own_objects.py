@@ -167,6 +167,17 @@ def functions_with_state(kind: type) -> dict[str, Any]:
     return found
 
 
+def objects_of_class(kind: type, own_roots: frozenset[str]) -> dict[str, Any]:
+    """The user's objects that a class holds as code: descriptors and callables, which may keep state of their own."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if is_users(type(value), own_roots)
+        and not isinstance(value, type)
+        and (callable(value) or hasattr(type(value), "__get__"))
+    }
+
+
 def is_users_function(value: object, own_roots: frozenset[str]) -> bool:
     """Whether it is a function of the user's, whose closure, defaults and attributes a step may change."""
     if not isinstance(value, FunctionType):

@@ -1,11 +1,13 @@
 """Undo what a training step changes besides gradients and the optimizer, and report what it was."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -51,6 +53,10 @@ class Rollback(StateWalk):
     `watching()`. With `changing`, only the tensors that it names are cloned, because clones of all weights in
     every step would cost more memory than micro-batches save.
 
+    Of the run's optimizers, the settings are restored, and which states they have; with `changing`, of these states'
+    tensors only those that it names, which the step or a hook was seen to change. A change of the others is told by
+    their version counters.
+
     With `spares`, small tensors and arrays that no earlier step has changed are restored from copies made once. Not
     seen are writes past a version counter (`.data`) on an accelerator or of more than 16 KiB, and changes of few items
     of an array of more than 256 KiB.
@@ -60,7 +66,7 @@ class Rollback(StateWalk):
         changing: the results of `changed()` of earlier rollbacks: the tensors that steps change in place.
         batches: the step's micro-batch, and the batch that contains it.
         beside: by name, other objects that the step's hooks change.
-        apart: objects that are not followed: the run's own optimizers.
+        optimizers: the run's own optimizers, by name: of these the settings and what states there are.
         spares: copies from earlier steps of small tensors that no step has changed, for one that is the first to.
     """
 
@@ -71,11 +77,11 @@ class Rollback(StateWalk):
         *,
         batches: Sequence[Any] = (),
         beside: Mapping[str, Any] | None = None,
-        apart: Iterable[object] = (),
+        optimizers: Mapping[str, Optimizer] = MappingProxyType({}),
         spares: SpareCopies | None = None,
     ) -> None:
         self._random = Generators()
-        super().__init__(module, changing, apart, spares)
+        super().__init__(module, changing, optimizers, spares)
         self._root = module
         self._lost_before: set[tuple[str, str]] = set()
         self._mode: CopyOnWrite | None = None
@@ -85,6 +91,7 @@ class Rollback(StateWalk):
             self._keep_module(path, owner)
         for batch in batches:
             self._keep_value(Place(path="batch", name="", kind="batch"), batch)
+        self._keep_optimizers(optimizers)
         self._of_step = len(self._tensors), len(self._kept)
         for name, value in (beside or {}).items():
             self._keep_given(Place(path="", name=name, kind="object"), value)
@@ -188,6 +195,11 @@ class Rollback(StateWalk):
                 if one.is_lost:
                     self._lost_before.add(one.place.key)
                 one.version = None
+        for states in self._states:
+            written = states.written()
+            self._lost_before |= written
+            changed |= written
+            states.optimizer_steps()
         return changed | {one.place.key for one in self._uncopied() if any(one.changes())}
 
     def put_batch_back(self) -> None:
@@ -209,6 +221,7 @@ class Rollback(StateWalk):
         """
         unkept = [*self._tensors, *self._uncopied()]
         lost = {one.place.key for one in unkept if one.is_lost} | self._lost_before
+        lost = lost.union(*(states.written() for states in self._states))
         self._lost_before = set()
         for one in (*self._kept, *self._tensors):
             if one.place.path not in but:

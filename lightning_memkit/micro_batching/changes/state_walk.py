@@ -1,20 +1,24 @@
 """Find and snapshot the state that a training step may change: of its module, its batch and other objects."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes import own_objects as own
 from lightning_memkit.micro_batching.changes.kept_access import KeptScript, is_script
 from lightning_memkit.micro_batching.changes.kept_classes import KeptClass
 from lightning_memkit.micro_batching.changes.kept_state import KeptDict, KeptHooks
-from lightning_memkit.micro_batching.changes.kept_tensor import Place
+from lightning_memkit.micro_batching.changes.kept_states import KeptStates
+from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
 from lightning_memkit.micro_batching.changes.sharded_state import are_sharded, shards_of
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind
 from lightning_memkit.micro_batching.changes.value_walk import PLAIN_KINDS, Keys, ValueWalk
+from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.utilities.rewindable import make_rewindable
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
@@ -28,7 +32,7 @@ class StateWalk(ValueWalk):
     Args:
         module: the module that takes the step.
         changing: the tensors to clone; if None, buffers and attributes that are tensors.
-        apart: objects that are not followed: the run's own optimizers.
+        optimizers: the run's own optimizers, by name.
         spares: copies of other tensors from earlier steps.
     """
 
@@ -36,13 +40,15 @@ class StateWalk(ValueWalk):
         self,
         module: nn.Module,
         changing: Keys | None,
-        apart: Iterable[object] = (),
+        optimizers: Mapping[str, Optimizer] = MappingProxyType({}),
         spares: SpareCopies | None = None,
     ) -> None:
+        apart = [part for one in optimizers.values() for part in (one, one.state, one.param_groups)]
         super().__init__(own.roots_of(module), changing, apart, spares)
         self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
         self._metrics: list[str] = []
+        self._states: list[KeptStates] = []
         self._sharded = are_sharded(module)
         self._shards = shards_of(module) if self._sharded else {}
 
@@ -69,6 +75,28 @@ class StateWalk(ValueWalk):
         self._keep_class_attributes(place, type(owner))
         if is_script(owner):
             self._kept.append(KeptScript(place, owner))
+
+    def _keep_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Snapshot the settings and, without copies, the states of the run's own optimizers."""
+        for name, optimizer in optimizers.items():
+            for number, group in enumerate(optimizer.param_groups):
+                place = Place(path="", name=f"{name}.param_groups[{number}]", kind="object")
+                self._keep_value(place, group)
+            # Its own way to its closure: the states change within the step, which is journaled with all of them.
+            if self._changing is None or not uses_closure_its_own_way(optimizer):
+                self._keep_states(f"{name}.state", optimizer.state)
+
+    def _keep_states(self, name: str, owner: dict[Any, Any]) -> None:
+        states = KeptStates(Place(path="", name=name, kind="optimizer_state"), owner, self._tensors)
+        self._states.append(states)
+        self._kept.append(states)
+        names = None
+        if self._changing is not None:
+            names = frozenset(known for _, known in self._changing if known.startswith(name))
+        if names is None or names:
+            # In a trial, tensors are copied when they are first written to; in a step, those that steps write to.
+            for place, tensor in states.take_tensors(names):
+                self._tensors.append(KeptTensor(place, tensor, cloned=names is not None))
 
     def _metric_above(self, path: str, owner: nn.Module) -> str | None:
         """The path of the metric that `owner` is or belongs to; None if it belongs to none."""

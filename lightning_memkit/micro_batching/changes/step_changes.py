@@ -14,6 +14,7 @@ ChangeKind = Literal[
     "container",
     "metric",
     "object",
+    "optimizer_state",
     "generator",
     "batch",
     "gradient",
@@ -28,7 +29,8 @@ class StepChange:
         kind: `"parameter"` (a teacher's moving average, weights clamped in the step), `"buffer"`,
             `"batch_statistics"` (running averages of torch's batch and instance normalization), `"attribute"`
             (assigned in the step), `"container"` (a list, dict, set or deque), `"metric"` (states of a
-            torchmetrics object), `"object"` (a plain object of the user's own class), `"generator"` (a random
+            torchmetrics object), `"object"` (a plain object of the user's own class), `"optimizer_state"`
+            (a moment, say, which the optimizer's own step changes besides), `"generator"` (a random
             generator of the module's own), `"batch"` (the batch itself),
             `"gradient"` (of the step before, which is not changed but read).
         name: its path from the module (`teacher.weight`, `losses`, `queue[0]`) or from the batch

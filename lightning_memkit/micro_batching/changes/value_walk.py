@@ -6,9 +6,9 @@ restores it.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from inspect import unwrap
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from lightning_memkit.micro_batching.changes.kept_state import (
 from lightning_memkit.micro_batching.changes.kept_tensor import TENSOR_HOOKS, KeptTensor, Place
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
+from lightning_memkit.micro_batching.changes.tensor_attributes import NamesOfTorch
 from lightning_memkit.utilities.class_attributes import class_attributes
 from lightning_memkit.utilities.generators import GENERATORS
 from lightning_memkit.utilities.rewindable import Rewindable, make_rewindable
@@ -98,8 +99,9 @@ class ValueWalk(ABC):
             for name, value in class_attributes(base).items():
                 if type(value) not in PLAIN_KINDS:
                     self._keep_value(Place(path=base.__name__, name=name, kind="attribute"), value)
-            for name, function in own.functions_with_state(base).items():
-                self._keep_value(Place(path=base.__name__, name=name, kind="object"), function)
+            beside = {**own.functions_with_state(base), **own.objects_of_class(base, self._roots)}
+            for name, item in beside.items():
+                self._keep_value(Place(path=base.__name__, name=name, kind="object"), item)
 
     def _keep_value(self, place: Place, value: Any, depth: int = 0) -> None:
         """Snapshot any value that an attribute, a container or an object holds."""
@@ -110,6 +112,9 @@ class ValueWalk(ABC):
         elif isinstance(value, (tuple, frozenset)):
             for index, item in enumerate(value if len(value) <= own.MOST_ITEMS else ()):
                 self._keep_value(place.below(f"[{index}]"), item, depth + 1)
+        elif isinstance(value, MappingProxyType):
+            for name, item in _named_items(value) if len(value) <= own.MOST_ITEMS else ():
+                self._keep_value(place.below(name), item, depth + 1)
         elif id(value) in self._seen:
             return
         elif isinstance(value, nn.Module):
@@ -132,6 +137,8 @@ class ValueWalk(ABC):
             self._seen.add(id(value))
             kind: ChangeKind = "generator" if place.kind == "attribute" else place.kind
             self._kept.append(KeptGenerator(place.of_kind(kind), value))
+            if isinstance(value, np.random.Generator):  # counts the generators that were spawned
+                self._keep_value(place.below(".seed_seq"), getattr(value.bit_generator, "seed_seq", None))
         elif self._objects < own.MOST_OBJECTS:
             if isinstance(value, CONTAINERS):
                 self._keep_contents(
@@ -157,6 +164,16 @@ class ValueWalk(ABC):
             kept.pair = None if kept.spare is None else self._spares.pair(tensor)
         if not is_lazy(tensor):
             self._keep_hooks(place, {name: getattr(tensor, name, None) for name in TENSOR_HOOKS})
+        if not kept.is_bare:
+            self._keep_tensor_attributes(place.of_attributes(), tensor)
+
+    def _keep_tensor_attributes(self, place: Place, tensor: Tensor) -> None:
+        make_rewindable(tensor.__dict__)
+        attributes = KeptDict(place, vars(tensor), NamesOfTorch(tensor), attributes=True)
+        self._kept.append(attributes)
+        for name, value in attributes.items.items():
+            if type(value) not in PLAIN_KINDS:
+                self._keep_value(place.below(f".{name}"), value)
 
     def _keep_array(self, place: Place, value: Any) -> None:
         self._seen.add(id(value))
@@ -260,7 +277,7 @@ class ValueWalk(ABC):
 
 
 def _named_items(container: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(container, dict):
+    if isinstance(container, Mapping):
         return [(_named(index, key), item) for index, (key, item) in enumerate(container.items())]
     return [(f"[{index}]", item) for index, item in enumerate(container)]
 

@@ -62,6 +62,9 @@ class NotedChanges:
                 again = None if again is None else again | unlike
             del logged[count:]
             if again is not None:
+                # Damped when a loss rises, say: that the next rows did not do it does not make it a thing done once.
+                states = {_named(one): one for one in found if one.kind == "optimizer_state"}
+                again = states | again
                 # A change that was judged without batch statistics keeps its verdict.
                 again = {named: change for named, change in again.items() if named not in self._judged}
                 self._always.update(again)

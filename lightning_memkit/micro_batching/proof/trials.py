@@ -116,8 +116,9 @@ class Trials:
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
-        beside, apart = step.run.changed_beside(), step.run.steppers(step)
-        return Rollback(self._module, changing, batches=[step.batch, *parts], beside=beside, apart=apart)
+        beside, optimizers = step.run.changed_beside(), step.run.steppers(step)
+        batches = [step.batch, *parts]
+        return Rollback(self._module, changing, batches=batches, beside=beside, optimizers=optimizers)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from torch.optim import Optimizer
 
-from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
+from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics, with_running_averages
 
 _OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
@@ -20,10 +20,18 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
     """Warn about modules whose result depends on the micro-batch, or which fetch batches themselves."""
     names = with_batch_statistics(module)
     if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
-            f"{shown} normalize with statistics of the batch: of a split batch they see each micro-batch's, as under "
-            "any gradient accumulation, and update their running averages once a micro-batch.",
+            f"{_shown(names)} normalize with statistics of the batch: of a split batch they see each "
+            "micro-batch's, as under any gradient accumulation, and update their running averages once a "
+            "micro-batch.",
+            stacklevel=3,
+        )
+    names = with_running_averages(module)
+    if names:
+        warnings.warn(
+            f"{_shown(names)} keep running averages of what they normalize (track_running_stats=True): of a split "
+            "batch they update these once a micro-batch, so evaluation reads other averages. Gradients are exact; for "
+            "the same averages keep the batch whole (micro_batch_size = the loader's batch size).",
             stacklevel=3,
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -32,6 +40,10 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
             "aside; take `batch` instead.",
             stacklevel=3,
         )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[str]:
