@@ -42,7 +42,7 @@ class WholeLooks:
         combination, draws = partition.combination, self._trials.draws
         with unmetered(), self._trials.no_trace(step, after_backward=True) as logged:
             if combination.state is not None:
-                combination.state.begin_anew()
+                combination.state.begin_part()
             if draws.proven:
                 draws.restore()  # the batch draws from Python's and NumPy's generators what its micro-batches drew
             generators = Generators(draws.of_torch)
@@ -100,7 +100,7 @@ class WholeLooks:
         state = partition.combination.state
         with self._trials.no_trace(step, rows, after_backward=True):
             if state is not None:
-                state.begin_anew()
+                state.begin_part()
             try:
                 with self._trials.within_budget(step) or nullcontext(), torch.no_grad():
                     loss, _ = step.forward(self._run.transfer(rows))
