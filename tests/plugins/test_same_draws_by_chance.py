@@ -34,4 +34,5 @@ def test_it_is_not_refused(seed: int) -> None:
     for _ in range(16):
         x = torch.randn(5, generator=generator).double()
         data.append({"x": x, "y": int(torch.randint(0, 3, (), generator=generator))})
-    trainer(MemoryBudget("1GiB", micro_batch_size=3), max_steps=1).fit(module, DataLoader(data, batch_size=8))
+    loader: Any = DataLoader(data, batch_size=8)  # pyright: ignore[reportArgumentType]
+    trainer(MemoryBudget("1GiB", micro_batch_size=3), max_steps=1).fit(module, loader)

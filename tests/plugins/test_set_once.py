@@ -178,6 +178,12 @@ def builds_a_table(net: Any, batch: dict[str, Tensor], index: int) -> Tensor:
     return net.loss({**batch, "x": batch["x"] * net.rope})
 
 
+def registers_a_table(net: Any, batch: dict[str, Tensor], index: int) -> Tensor:
+    if not hasattr(net, "rope"):
+        net.register_buffer("rope", torch.linspace(0.5, 1, 6).double())
+    return net.loss({**batch, "x": batch["x"] * net.rope})
+
+
 def caches_by_rows(net: Any, batch: dict[str, Tensor], index: int) -> Tensor:
     scores = net.scores(batch)
     if len(scores) not in net.cache:
@@ -185,7 +191,9 @@ def caches_by_rows(net: Any, batch: dict[str, Tensor], index: int) -> Tensor:
     return F.cross_entropy(scores[net.cache[len(scores)]], batch["y"])
 
 
-@pytest.mark.parametrize("step", [builds_a_table, caches_by_rows], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step", [builds_a_table, registers_a_table, caches_by_rows], ids=lambda step: step.__name__
+)
 def test_masks_and_caches_are_still_built_in_micro_batches(step: Step) -> None:
     plain, ours = fit(step, None), fit(step, 3)
     assert ROWS[-3:] == [3, 3, 2]
@@ -224,7 +232,15 @@ def keeps_the_first_loss_in_a_dict(net: Any, batch: dict[str, Tensor], index: in
     return loss / net.cache.setdefault(0, loss.detach()) if index >= LATE else loss
 
 
+def registers_an_anchor(net: Any, batch: dict[str, Tensor], index: int) -> Tensor:
+    scores = net.scores(batch)
+    if not hasattr(net, "anchor"):
+        net.register_buffer("anchor", scores.detach().mean(0))
+    return F.cross_entropy(scores - net.anchor * (index >= LATE), batch["y"])
+
+
 REFUSED: dict[Step, str] = {
+    registers_an_anchor: "anchor",
     finds_the_best: "best",
     finds_the_best_late: "best",
     finds_a_temperature: "kept",

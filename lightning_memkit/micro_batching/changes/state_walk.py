@@ -110,16 +110,19 @@ class StateWalk(ValueWalk):
         kinds: tuple[tuple[str, ChangeKind], ...] = (
             ("_parameters", "parameter"), ("_buffers", buffers), ("_modules", "attribute"),
         )  # fmt: skip
+        empty = list[dict[str, Any]]()
         for table, kind in kinds:
             values = vars(owner)[table]
             kind = "metric" if place.kind == "metric" else kind
+            if not values and (table != "_buffers" or not isinstance(values, dict)):  # a scripted module's
+                empty.append(values)  # what a first step registers there is removed
+                continue
             # FSDP2 itself replaces the entries of `_parameters` while it runs, and restores them.
-            if not values or (self._sharded and table == "_parameters"):
+            if self._sharded and table == "_parameters":
                 continue
             below = Place(path=place.path, name="", kind=kind, said=place.said)
             self._kept.append(KeptDict(below, values, attributes=True))
-        empty = [vars(owner)[table] for table, _ in kinds if not vars(owner)[table]]
-        if empty:  # what a first step registers there is removed
+        if empty:
             self._kept.append(KeptHooks(place, empty))
         for table, kind in kinds[:2]:
             for name, tensor in vars(owner)[table].items():

@@ -46,12 +46,12 @@ class NotedChanges:
         Costs about three more steps when a name is new, and as many in eval mode if a change does not compose in
         train mode; six more if a further step does not repeat it; none if a step changes nothing.
         """
-        self._trials.changing |= rollback.changed()  # before further runs restore something
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
         # One or two rows can't be split into micro-batches of different size: judge again with more rows.
         known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
+            self._trials.changing |= rollback.changed()  # before further runs restore something
             again = self._changes_of_a_second_step(step, batch)
             once = set[_Named]() if again is None else unknown - again.keys()
             if self._trials.ranks.any(bool(once)):
