@@ -5,7 +5,8 @@ they like. The first pass that adds to a gradient is the last moment at which th
 without losing a bit.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -13,6 +14,21 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.utilities.patching import Undo
+
+_watches: list[list[bool]] = []  # of each watch, whether it looks: empty for not now
+
+
+@contextmanager
+def ignoring_accumulation() -> Iterator[None]:
+    """A context in which no watch looks that was begun before: the run's own, while its step is simulated."""
+    before = [(watch, list(watch)) for watch in _watches]
+    for watch, _ in before:
+        watch.clear()
+    try:
+        yield
+    finally:
+        for watch, looked in before:
+            watch[:] = looked if any(watch is one for one in _watches) else []
 
 
 def watch_accumulation(watched: Callable[[], Iterable[Tensor]], seen: Callable[[], None]) -> Undo:
@@ -30,6 +46,7 @@ def watch_accumulation(watched: Callable[[], Iterable[Tensor]], seen: Callable[[
         The undo.
     """
     plain, active = torch.autograd.backward, [True]
+    _watches.append(active)
 
     @wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> None:
@@ -50,6 +67,7 @@ def watch_accumulation(watched: Callable[[], Iterable[Tensor]], seen: Callable[[
 
     def undo() -> None:
         active.clear()
+        _watches[:] = [watch for watch in _watches if watch is not active]
         if torch.autograd.backward is backward:
             torch.autograd.backward = plain
 

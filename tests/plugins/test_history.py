@@ -13,6 +13,8 @@ from lightning_memkit.micro_batching.history import PartsChange, in_force, noted
 from tests.plugins.test_token_parts import Causal, Parts, uneven
 from tests.plugins.toys import loader, trained, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:What training_step logs as 'mean_x' can't be made")
+
 
 class Failing(MemoryBudget):
     """Runs out of memory once, in the batch of that index."""

@@ -14,9 +14,12 @@ from tests.plugins.test_token_parts import Causal, uneven
 from tests.plugins.test_tuning import FASTEST_AT_8, Classifier, Clock, data
 from tests.plugins.toys import trained, trainer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:What training_step logs as 'mean_x' can't be made"),
+]
 
 
 @pytest.fixture

@@ -69,8 +69,9 @@ class KeptStates(Kept):
         return [path for path, a, b in zip(self._paths, self._versions, now, strict=True) if a != b]
 
     def optimizer_steps(self) -> None:
-        """Writes from here on are the optimizer's."""
+        """What changes from here on is the optimizer's: its journal undoes that, and states may be freed."""
         self._paths, self._tensors, self._versions = [], [], []
+        self._contents = [one for one in self._contents if list(_differing(*one[1:]))]
 
     @property
     @override

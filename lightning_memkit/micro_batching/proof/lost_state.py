@@ -12,6 +12,7 @@ _LOST = (
 
 
 def warn_of_lost(keys: Iterable[tuple[str, str]]) -> None:
-    """Warn of these tensors, named by the paths of their modules and their own names."""
+    """Warn of these tensors, if any, named by the paths of their modules and their own names."""
     names = ", ".join(sorted(label(*key) for key in keys))
-    warnings.warn(_LOST.format(names=names), stacklevel=3)
+    if names:
+        warnings.warn(_LOST.format(names=names), stacklevel=3)

@@ -120,8 +120,7 @@ class NotedChanges:
         judged = {named: change for named, change in self._always.items() if named in self._judged}
         others = [change for named, change in (found | again | judged).items() if named not in once]
         lost = rollback.restore()
-        if lost:
-            warn_of_lost(lost)
+        warn_of_lost(lost)
         alike = self._set_once.alike(step, batch, {name for _, name in once}, others)
         return {(kind, name): StepChange(kind=kind, name=name) for kind, name in once if name not in alike}
 

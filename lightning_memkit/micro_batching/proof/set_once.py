@@ -110,8 +110,7 @@ class SetOnce:
     def _restore(self, rollback: Rollback) -> None:
         self._trials.changing |= rollback.changed()
         lost = rollback.restore()
-        if lost:
-            warn_of_lost(lost)
+        warn_of_lost(lost)
 
 
 def _is_of_size(whole: list[tuple[int, Any, Any]], parts: list[tuple[int, Any, Any]]) -> bool:

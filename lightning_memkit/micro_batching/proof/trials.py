@@ -27,6 +27,7 @@ from lightning_memkit.micro_batching.proof.trial_values import PassedOverError, 
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimizer
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
+from lightning_memkit.optim.accumulation import ignoring_accumulation
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.utilities.generators import Generators, seed_all
 from lightning_memkit.utilities.tensors import tensors_of
@@ -70,8 +71,7 @@ class Trials:
         self.adds_up = self.limited = False
         self._leaves, self.ranks, self.watch = list[Tensor](), Ranks(), StepWatch()
         self._has_watched, self._noted = False, NotedChanges(run, self)
-        self.forget = self._noted.forget
-        self._run, self._budget_bytes = run, budget_bytes
+        self._run, self._budget_bytes, self.forget = run, budget_bytes, self._noted.forget
 
     @property
     def _module(self) -> nn.Module:
@@ -103,6 +103,7 @@ class Trials:
                     self._run.logging_held() as logged,
                     self._run.loggers_silent(),
                     torch.enable_grad(),
+                    ignoring_accumulation(),  # micro-batches of a trial add up, and those of the run may not
                     nullcontext() if unwatched else rollback.watching(),
                 ):
                     if after_backward:
@@ -111,14 +112,13 @@ class Trials:
             finally:
                 self.changing |= rollback.changed()
                 lost = rollback.restore()
-        if lost:
-            warn_of_lost(lost)
+                del self._rollback  # it refers to the optimizer's states, which the next step may exchange
+        warn_of_lost(lost)
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
-        beside, optimizers = step.run.changed_beside(), step.run.steppers(step)
-        batches = [step.batch, *parts]
-        return Rollback(self._module, changing, batches=batches, beside=beside, optimizers=optimizers)
+        known = {"beside": step.run.changed_beside(), "optimizers": step.run.steppers(step)}
+        return Rollback(self._module, changing, batches=[step.batch, *parts], **known)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None

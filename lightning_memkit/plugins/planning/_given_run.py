@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_memkit.optim.accumulation import ignoring_accumulation
 from lightning_memkit.plugins.asked import splits_batches
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
 from lightning_memkit.utilities.patching import take_off_replacements
@@ -49,7 +50,8 @@ def predict_apart(trainer: Trainer, work: Callable[[GivenRun], T], *, timeout_s:
     except RuntimeError as error:
         if NO_AUTOGRAD_IN_FORKS not in str(error):
             raise
-    return work(_beside(trainer))
+    with ignoring_accumulation():
+        return work(_beside(trainer))
 
 
 def is_automatic(callback: Callback) -> bool:
