@@ -46,12 +46,12 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(loss: Any, make: Any, *callbacks: Any, kind: Any = Net) -> Any:
+def fitted(loss: Any, make: Any, *callbacks: Any, kind: Any = Net, **options: Any) -> Any:
     torch.manual_seed(0)
     module = kind(loss).double()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(many workers|have no length|infer the `batch_size`).*")
-        fit = trainer(*callbacks, max_epochs=1, max_steps=-1)
+        fit = trainer(*callbacks, max_epochs=1, max_steps=-1, **options)
         fit.fit(module, DataLoader(Batches(make), batch_size=None))
     return module
 
