@@ -188,7 +188,7 @@ class PartsChoice:
         """
         partition, weighing = self._runner.partition, self.weighing
         error = worst_of_ranks(step.run, error)
-        misfit = self._misfits.are_elsewhere(step)
+        misfit = self._misfits.why_unprobed(step)
         if last:
             weighing.refuse(verdicts.never_as_foreseen(str(error)))
             self._take_over(step)
@@ -235,7 +235,7 @@ class PartsChoice:
     def _runs_whole(self) -> bool:
         """Whether a batch that can't be split may run whole; else the user's size, which splits it, is refused."""
         unproven = bool(self.weighing.unproven)
-        return self._options.is_proven and (self._options.micro_batch_size == "auto" or unproven)
+        return self._options.wants_proof and (self._options.micro_batch_size == "auto" or unproven)
 
     def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
         """The whole batch where it can't be split; else a known size, or the largest that fits."""
@@ -267,20 +267,20 @@ class PartsChoice:
         partition.combine_by(weighing.combination(step.batch), held=weighing.skipped, unlike=weighing.unlike)
         self._window.check(weighing.rules, is_unlike=partition.unlike)
         self._runner.draws = draws = self._trials.draws
-        draws.required = self._options.is_proven and self._trials.ranks.compares
+        draws.required = self._options.wants_proof and self._trials.ranks.compares
         self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
     @property
     def _mismatch(self) -> str:
         """Why the loss can't be split, and the remedy; empty where it can be, or nothing is known."""
-        return why_whole(self.weighing, by_itself=self._options.is_proven)
+        return why_whole(self.weighing, by_itself=self._options.wants_proof)
 
     def _check(self, *, splits: bool) -> None:
         """Refuse to split on a guess; warn where the user insists, and say that batches run whole."""
         text, options = self._mismatch, self._options
         if not text:
             return
-        if not self._options.is_proven:
+        if not self._options.wants_proof:
             if splits:
                 self._warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}")
             return

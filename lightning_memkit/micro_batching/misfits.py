@@ -60,7 +60,8 @@ class Misfits:
             step.run.set_gradient_parts(micro_batches)  # measuring has set it to that of a whole batch
         return True
 
-    def are_elsewhere(self, step: Step) -> str:
+    def why_unprobed(self, step: Step) -> str:
         """Why this batch can be probed on no rank, as one rank's can't be split; empty where all ranks' can."""
         own = self._partition.misfit
-        return (own or "another rank's batch can't be split") if any_rank(step.run, bool(own)) else ""
+        elsewhere = "Another rank's batch can't be split (see its warning), so that this one runs whole, too."
+        return (own or elsewhere) if any_rank(step.run, bool(own)) else ""

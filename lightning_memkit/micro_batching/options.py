@@ -29,8 +29,8 @@ class BudgetOptions:
         return int(self.budget_bytes * (1 - self.headroom))
 
     @property
-    def is_proven(self) -> bool:
-        """Whether memkit proves how batches are split and weighed; else the user has said it."""
+    def wants_proof(self) -> bool:
+        """Whether it is to be proven how batches are split and weighed; else the user has said it."""
         return self.weigh_by == "auto" and self.split is None
 
 

@@ -22,9 +22,7 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.patching import Undo
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
-LOW_HALVES_KEY = (
-    "low_halves"  # in that entry: the low halves of an optimizer that lays out its own state dict
-)
+LOW_HALVES_KEY = "low_halves"  # in that entry: those of an optimizer that lays out its own state dict
 # Torch places it on the CPU or the device, by the fused and capturable flags.
 _LEFT_TO_TORCH = frozenset({"step"})
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_memkit import MemoryBudget
+from tests.plugins import test_unlike_batches
 from tests.plugins.test_unlike_batches import Net, assert_same, fitted
 from tests.plugins.toys import weights
 
@@ -32,11 +33,35 @@ def corrupted(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(net(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("loss", [halved, centred, corrupted])
+def through_data(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """No version counter tells."""
+    batch["x"].data.div_(2)
+    return F.cross_entropy(net(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("loss", [halved, centred, corrupted, through_data])
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 def test_a_step_that_does_is_split(loss: Any, size: Any) -> None:
     """It was refused: "samples act on each other where there are many", as the whole batch had been changed twice."""
     assert_same(loss, as_given, micro_batch_size=size)
+
+
+class Late(Net):
+    """The first batch that it changes is one whose turn it is to be looked at as a whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx >= 7:
+            batch["x"].div_(2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_that_is_the_first_to_be_changed_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not copied before, so that the whole batch can't be seen as the step saw it."""
+    monkeypatch.setattr(test_unlike_batches, "SIZES", (8,) * 18)
+    whole = fitted(plain, as_given, kind=Late)
+    split = fitted(plain, as_given, MemoryBudget("1GiB", micro_batch_size=3), kind=Late)
+    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
+    assert split.losses == pytest.approx(whole.losses, rel=1e-12)
 
 
 class Hooked(Net):

@@ -35,4 +35,6 @@ def test_it_is_not_refused(seed: int) -> None:
         x = torch.randn(5, generator=generator).double()
         data.append({"x": x, "y": int(torch.randint(0, 3, (), generator=generator))})
     loader: Any = DataLoader(data, batch_size=8)  # pyright: ignore[reportArgumentType]
-    trainer(MemoryBudget("1GiB", micro_batch_size=3), max_steps=1).fit(module, loader)
+    budget = MemoryBudget("1GiB", micro_batch_size=3)
+    trainer(budget, max_steps=1).fit(module, loader)
+    assert [change.micro_batch_size for change in budget.history] == [3]

@@ -1,18 +1,22 @@
 """Run by torchrun in test_two_ranks_misfits.py: one rank's batch can't be split where the other's has another loss."""
 
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memkit import MemoryBudget
-from tests.plugins.ranks import leave
-from tests.plugins.toys import trainer, weights
+from tests.plugins.ranks import leave, whole
+from tests.plugins.toys import trainer
 
 OTHER = 4  # the batch from which on the loss has another term
 
@@ -53,26 +57,35 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(kind: str, *callbacks: Any) -> Net:
+class Sharded(Net):
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        for part in (self.net[0], self.net[2]):
+            if not isinstance(next(part.parameters()), DTensor):
+                fully_shard(part, mesh=mesh["data_parallel"])
+
+
+def fitted(strategy: str, kind: str, *callbacks: Any) -> Tensor:
     torch.manual_seed(0)
-    module = Net(kind).double()
+    module = (Sharded if strategy == "fsdp2" else Net)(kind).double()
+    chosen: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp"
     fit = trainer(
-        *callbacks, max_epochs=1, max_steps=-1, devices=2, strategy="ddp", use_distributed_sampler=False
+        *callbacks, max_epochs=1, max_steps=-1, devices=2, strategy=chosen, use_distributed_sampler=False
     )
     fit.fit(module, DataLoader(Batches(fit.global_rank), batch_size=None))
-    return module
+    return torch.cat([whole(parameter).flatten() for parameter in module.parameters()])
 
 
-def main() -> None:
+def main(strategy: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for kind in ("term", "function", "counter"):
-        plain = fitted(kind)
-        split = fitted(kind, MemoryBudget("1GiB", micro_batch_size=3))
+        plain = fitted(strategy, kind)
+        split = fitted(strategy, kind, MemoryBudget("1GiB", micro_batch_size=3))
         if torch.distributed.get_rank() == 0:
-            print(f"differs_{kind}", float((weights(split) - weights(plain)).abs().max()), flush=True)
+            print(f"differs_{kind}", float((split - plain).abs().max()), flush=True)
     leave()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -44,7 +44,7 @@ def _refuse_other_type(name: str, kind: Any, where: Callable[[int], str]) -> Non
     from pyarrow import types
 
     def is_any(kind: Any, names: tuple[str, ...]) -> bool:
-        # earlier versions of pyarrow lack some
+        # Earlier versions of pyarrow lack some.
         return any(test(kind) for name in names if (test := getattr(types, name, None)) is not None)
 
     if is_any(kind, _LISTS) and is_any(kind.value_type, _ITEMS):

@@ -62,10 +62,8 @@ def _by_processes(
     try:
         for built in workers.batches(_or_error(parts)):
             result, said = built.batch
-            for (
-                message,
-                category,
-            ) in said:  # a process's warnings reach neither this one's filters nor its log
+            # A process's warnings reach neither this one's filters nor its log.
+            for message, category in said:
                 warnings.warn(message, category, stacklevel=2)
             if isinstance(result, Exception):
                 raise result

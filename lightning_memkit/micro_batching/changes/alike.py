@@ -35,9 +35,8 @@ def alike(a: Any, b: Any, depth: int = 0) -> bool:
             for (k, v), (j, w) in zip(a.items(), b.items(), strict=True)
         )
     if isinstance(a, (list, tuple, deque)):
-        if len(a) > 1 and _PLAIN.issuperset(
-            types := list(map(type, a))
-        ):  # a generator's state has 625 numbers
+        types = list(map(type, a))
+        if _PLAIN.issuperset(types):  # a generator's state has 625 numbers: not one by one
             return types == list(map(type, b)) and a == b
         return len(a) == len(b) and all(alike(v, w, depth + 1) for v, w in zip(a, b, strict=True))
     if isinstance(a, Set) or not hasattr(a, "__dict__"):

@@ -49,9 +49,7 @@ class ComposedState:
         self._start: dict[str, ValueStart] = {}
         self._left: list[dict[str, Any]] = []
         self._moved: list[set[str]] = []  # what each micro-batch has changed
-        self._uneven: set[str] = (
-            set()
-        )  # what some micro-batches of the batch have changed and others have not
+        self._uneven = set[str]()  # what some micro-batches have changed and others have not
         self._taken: list[str] = []  # what holds the loss of each micro-batch of the batch
 
     def begin(self) -> None:

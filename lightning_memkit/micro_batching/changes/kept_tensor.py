@@ -183,7 +183,7 @@ class KeptTensor:
     @property
     def is_still(self) -> bool:
         """Whether its counter, address and flag are those of the snapshot, and values need no look."""
-        if self.was_frozen or (self.is_bare and len(self.tensor.__dict__) != self._held):
+        if self.was_frozen or self._has_gained:
             return False
         if self.version is None:
             return True

@@ -130,9 +130,8 @@ class Rollback(StateWalk):
         Parameters and buffers count as changed also if they were written to or replaced with equal values.
         """
         self._collect()
-        with (
-            _disable_current_modes()
-        ):  # a trial asks within its modes, which make an operator five times as dear
+        # A trial asks within its modes, which make an operator five times as dear.
+        with _disable_current_modes():
             tensors = {one.place.key for one in self._tensors if any(one.changes())}
             arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes)))
             others = {one.place.key for one in (*arrays, *self._long) if any(one.changes())}
@@ -203,11 +202,19 @@ class Rollback(StateWalk):
         return changed | {one.place.key for one in self._uncopied() if any(one.changes())}
 
     def put_batch_back(self) -> None:
-        """Write into the batch what it held before the step has changed it in place, as far as that was copied."""
-        for one in self._tensors[: self._of_step[0]]:
-            if one.place.kind == "batch" and one.copy is not None and one.was_written:
+        """Write into the batch what it held before the step has changed it in place."""
+        for one in self._batch_tensors():
+            if one.copy is not None and one.differs:
                 with torch.no_grad():
                     one.tensor.copy_(one.copy)
+
+    @property
+    def has_lost_batch(self) -> bool:
+        """Whether the step was the first to change the batch in place, which therefore was not copied."""
+        return any(one.is_lost for one in self._batch_tensors())
+
+    def _batch_tensors(self) -> list[KeptTensor]:
+        return [one for one in self._tensors[: self._of_step[0]] if one.place.kind == "batch"]
 
     def _uncopied(self) -> list[KeptLength | KeptSample]:
         """The snapshots of long containers whose items were not copied, and of large arrays."""

@@ -50,6 +50,11 @@ class StepWatch:
         if self._rollback is not None:
             self._rollback.put_batch_back()
 
+    @property
+    def has_lost_batch(self) -> bool:
+        """Whether that is unknown, as this step was the first to change a batch in place."""
+        return self._rollback is not None and self._rollback.has_lost_batch
+
     def begin(self) -> None:
         """Its micro-batches begin: what hooks or an optimizer have changed before is not theirs."""
         self._before = self.touched()

@@ -40,6 +40,11 @@ class WholeLook:
 class LooksAtWhole(Protocol):
     """Runs the whole batch, and its micro-batches, without a trace and without a backward."""
 
+    @property
+    def has_lost_batch(self) -> bool:
+        """Whether the batch at hand is no longer as it was given, and can't be put back."""
+        ...
+
     def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
         """What the whole batch has shown; None if it does not fit, or fails."""
         ...

@@ -70,6 +70,8 @@ class WholeComparison:
         values.of_whole = None
         if self.looks is None or attempt.cut is None or len(attempt.losses) < 2:
             return
+        if self.looks.has_lost_batch:  # its turn passes on to the next one
+            return
         if len(attempt.losses) < len(attempt.parts_logged):
             return  # `check_skipped` compares these
         state = partition.combination.state

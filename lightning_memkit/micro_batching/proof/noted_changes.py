@@ -143,7 +143,7 @@ class NotedChanges:
         changes, the micro-batches run in the other order as well.
         """
         total = count_of_rows(rows)
-        if total < 3:
+        if self._trials.ranks.any(total < 3):  # on no rank, where one has too few rows, or none to split
             return frozenset()
         # With two equal halves, a mean of their means would pass for the mean.
         first = total // 2 if total % 2 else total // 2 - 1

@@ -61,11 +61,11 @@ class SetOnce:
             others: what the step changes besides; as in training, what does not compose is reset between
                 micro-batches.
         """
-        if count_of_rows(batch) < 2:
+        if self._trials.ranks.any(count_of_rows(batch) < 2):
             return set()
         replaced = ComposedState(self._run.module, sorted(once), 0.0)
         replaced.begin()
-        once -= replaced.plain
+        once = once - replaced.plain
         if not self._trials.ranks.any(bool(once)):
             return set()
         names = [c.name for c in others if not c.composes and c.kind in ("attribute", "container")]

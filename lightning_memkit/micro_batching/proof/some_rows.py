@@ -12,8 +12,8 @@ def other_rows(whole: Any, batch: Any) -> Any:
 
 
 def one_row(batch: Any) -> Any:
-    """The first row of a batch."""
-    rows = batch_size(batch)
+    """The first row of a batch; all of one that can't be split."""
+    rows = count_of_rows(batch)
     return split_batch(batch, [1, rows - 1])[0] if rows > 1 else batch
 
 

@@ -172,7 +172,7 @@ class Trials:
         with self.no_trace(step, batch, seen=True), suppress(Exception):
             self.run(
                 step, batch, self._limit(step), look
-            )  # a single row need not run; several are tried elsewhere
+            )  # one row need not run; several are tried elsewhere
             return losses[0] if losses else None
         return None
 

@@ -33,6 +33,11 @@ class WholeLooks:
     def __init__(self, run: Run, trials: Trials) -> None:
         self._run, self._trials = run, trials
 
+    @property
+    def has_lost_batch(self) -> bool:
+        """Whether the batch at hand is no longer as it was given, and can't be put back."""
+        return self._trials.watch.has_lost_batch
+
     def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
         """What the whole batch's loss shows; None if it does not fit into memory, or the step fails on it.
 

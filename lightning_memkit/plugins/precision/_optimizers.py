@@ -65,9 +65,8 @@ class FitOptimizers:
     def begin(self, module: nn.Module, optimizers: list[Optimizer]) -> Undo:
         """Compensate the optimizers of a fit, and until the undo any other in its first step."""
         self._module, self._active = module, True
-        for compensation in _compensations_of(
-            self._own
-        ):  # of an earlier fit, after which weights were rewritten
+        # After an earlier fit, weights were rewritten.
+        for compensation in _compensations_of(self._own):
             give_low_halves(compensation, self.low_halves)
         self._take(optimizers, self.low_halves)
         for parameter in [parameter for parameter in self.low_halves if not parameter.requires_grad]:
