@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from lightning_memkit.cli import main
+from tests.processes import run_on_ranks
 from tests.ranks_all_offloaded import BETWEEN, STEP
 from tests.testing.needs import NEEDS_COMPILER
 
@@ -103,15 +104,10 @@ def test_all_is_offloaded_at_once(corpus: Path, losses_of_two: list[float], tmp_
         f"--data.source={corpus}", f"--trainer.default_root_dir={tmp_path}", "--trainer.devices=2",
         "--trainer.enable_checkpointing=false",
     ]  # fmt: skip
-    ranks = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        "-m",
-        "tests.ranks_all_offloaded",
-    ]
-    run([*ranks, str(tmp_path / "found.json"), *configs("all_offloaded"), *TINY, *options])
+    done = run_on_ranks(
+        "tests.ranks_all_offloaded", str(tmp_path / "found.json"), *configs("all_offloaded"), *TINY, *options
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
     assert found["losses"] == pytest.approx(losses_of_two, rel=5e-3)
     assert found["devices"] == found["states"] == ["cpu"]

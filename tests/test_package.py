@@ -32,6 +32,7 @@ from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 from tests.plugins.ranks import whole
+from tests.processes import run_on_ranks
 from tests.testing.fake_device import fake_device
 
 PACKAGE = Path(lightning_memkit.__file__).parent
@@ -351,9 +352,7 @@ def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_plugins_train_and_resume_bitwise_on_two_ranks(tmp_path: Path, every: int) -> None:
-    run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tests.two_ranks_pairs"]
-    command = [sys.executable, "-W", "ignore", *run, str(tmp_path), str(every)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.two_ranks_pairs", str(tmp_path), str(every))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     trained = (*COMBINATIONS_ON_RANKS[::every], *COMBINATIONS_ON_FAKE_RANKS[::every])

@@ -1,7 +1,5 @@
 """Two gloo ranks with each policy, under DDP, FSDP2 and tensor parallelism, are one process with the whole batch."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 from tests.activations.two_ranks import STRATEGIES, build, cases, result, train
+from tests.processes import run_on_ranks
 
 Found = dict[tuple[str, ...], dict[str, Any]]
 SAMPLE, MORE, COMPILED = cases("sample"), cases("more"), cases("compiled")
@@ -17,9 +16,7 @@ GATHERED_BYTES = (2 * 32 * 128 + 128 + 3 * 32) * 8  # a block's weights, which F
 
 def launched(folder: Path, part: str) -> list[Found]:
     """What each rank found."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.activations.two_ranks", str(folder / "found.pt"), part]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=480)
+    done = run_on_ranks("tests.activations.two_ranks", str(folder / "found.pt"), part)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"found.pt.{rank}") for rank in (0, 1)]
 

@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from lightning_memkit.checkpoints.sharded import gather, load_rest, save_sharded
 from lightning_memkit.checkpoints.writeback import StreamedFile
 from lightning_memkit.initialization.loading import load_weights
 from lightning_memkit.utilities.atomic_write import staged
+from tests.processes import run_module
 
 ROOT = Path(__file__).parents[2]
 FAST = ["file", "folder", "trainer with a thread", "ranks with a thread"]
@@ -28,17 +28,7 @@ KINDS = ["file", "folder", "folder in two renames", *TRAINERS]
 
 
 def kill(kind: str, folder: Path, kills: int) -> dict:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.checkpoints.killed",
-        kind,
-        str(folder),
-        str(kills),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_module("tests.checkpoints.killed", kind, str(folder), str(kills))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])  # gloo of torch 2.10 writes there, too
 

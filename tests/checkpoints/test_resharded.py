@@ -1,11 +1,8 @@
 """FSDP2 on 4 gloo ranks, resumed on 4, 2 and 1 bit for bit; damaged folders are refused, and nothing in one is run."""
 
 import io
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +17,13 @@ from lightning_memkit.optim.consolidated_files import consolidate_file, read_che
 from tests.checkpoints.resharded import CASES, EPOCH, Losses, Rows
 from tests.checkpoints.test_files import assert_same
 from tests.plugins.several_ranks import Language
+from tests.processes import run_on_ranks
 
 RESUMED_ON = [4, 2, 1]
 
 
 def launch(folder: Path, ranks: int, kind: str) -> Any:
-    run = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command = [sys.executable, "-W", "ignore", *run, "-m", "tests.checkpoints.resharded", str(folder), kind]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400, env=environment)
+    done = run_on_ranks("tests.checkpoints.resharded", str(folder), kind, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / f"{kind}-{ranks}.found")
 

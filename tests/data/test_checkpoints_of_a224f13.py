@@ -1,8 +1,6 @@
 """Fits resumed from checkpoints of an older version (commit a224f13) end with the weights that it ended with."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,9 @@ from tests.data.a224f13.write import (
     fitted,
 )
 from tests.plugins.noise import NOISE
+from tests.processes import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECONDS = 480  # of one launch on a busy machine
 # Another processor may round gradients otherwise. Noise of a rounding in each moved weights by 4e-5 in the mean and
 # 8e-3 at most, in four seeds; a resume that forgets its moments moves them by 3e-3 in the mean.
 MEAN, MOST = 5e-4, 2e-2
@@ -87,9 +85,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, t
     for name in ON_TWO_RANKS:
         saved = FOLDER / f"{name}.ckpt"
         (shutil.copytree if saved.is_dir() else shutil.copy)(saved, folder / saved.name)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.data.two_ranks_of_a224f13", str(folder)]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = run_on_ranks("tests.data.two_ranks_of_a224f13", str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / "found.pt")
 

@@ -1,15 +1,14 @@
 """The page of the first hour: its files train as they stand there, and all of its commands in their order."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, run_script
+
 PAGE = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 COMMANDS = re.findall(r"^memkit (?:fit|consolidate) .*$", PAGE, re.MULTILINE)
@@ -20,24 +19,21 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the page's files and the data that one of them makes."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    ran(tmp_path, sys.executable, "my_data.py")
+    ran(tmp_path, "my_data.py")
     return tmp_path
 
 
-def ran(folder: Path, *command: str) -> str:
-    """What a command prints; it is given in a fresh process and has to succeed."""
-    settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    settings["XDG_CACHE_HOME"] = str(folder / "cache")
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600
-    )
+def ran(folder: Path, script: str, *options: str) -> str:
+    """What a script of the folder prints; it is run in a process of its own and has to succeed."""
+    settings = {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(folder / "cache")}
+    done = run_script(folder / script, *options, env=settings)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
 def memkit(folder: Path, *options: str) -> str:
-    program = "import sys; from lightning_memkit.cli import main; sys.exit(main())"
-    return ran(folder, sys.executable, "-c", program, *options)
+    (folder / "command.py").write_text("import sys; from lightning_memkit.cli import main; sys.exit(main())")
+    return ran(folder, "command.py", *options)
 
 
 @pytest.mark.filterwarnings("default")  # a user's run, in which they are no errors
@@ -79,4 +75,4 @@ def test_every_command_of_the_page_runs_in_its_order(folder: Path) -> None:
     for size, share in quoted:
         assert re.search(rf"│ +{size} MiB │ +{share}% │", printed[0])
     assert "MemoryBudget: micro-batch 4, " in printed[3]  # the resumed run keeps its size
-    assert re.search(r"b'.*'", ran(folder, sys.executable, "ask.py"))
+    assert re.search(r"b'.*'", ran(folder, "ask.py"))

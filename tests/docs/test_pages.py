@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,11 +13,10 @@ import pytest
 import yaml
 
 import lightning_memkit
+from tests.processes import ROOT, run_script
 from tests.testing.fake_device import compiler
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGE_SECONDS = 600
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
@@ -57,10 +55,10 @@ def as_script(page: Path) -> str:
 
 
 ON_AN_ACCELERATOR = """
-import runpy, sys
+import runpy
 from tests.testing.fake_device import fake_device
 with fake_device():
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    runpy.run_path({path!r}, run_name="__main__")
 """
 PYTHON_PAGES = [page for page in PAGES if fences(page, "python")]
 LONG_PAGES = [ROOT / "docs" / "techniques" / "anatomy.md"]  # predictions of 24 and 64 layers: a minute
@@ -80,21 +78,12 @@ CONFIGS = [
 def test_python_in_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text(as_script(page), encoding="utf-8")
-    within: list[str] = []
     if "torch.accelerator." in script.read_text(encoding="utf-8"):  # else its figures would be skipped
         if compiler() is None:
             pytest.skip("the device 'fake' needs a C++ compiler")
-        within = ["-c", ON_AN_ACCELERATOR]
-    # One thread: tiny tensors on busy cores are slower with more.
-    settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *within, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=PAGE_SECONDS,
-    )
+        path, script = script, tmp_path / "on_an_accelerator.py"
+        script.write_text(ON_AN_ACCELERATOR.format(path=str(path)), encoding="utf-8")
+    done = run_script(script, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

@@ -1,8 +1,6 @@
 """Predictions of a run under way where autograd works in no fork any more: on a copy that shares its tensors."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
 from lightning_memkit.utilities.patching import replace_method, take_off_replacements
 from tests.plugins.test_prediction import Language, Loader, batch
 from tests.plugins.toys import trained, weights
+from tests.processes import ROOT, run_script
 from tests.testing.fake_device import compiler
 
 ROWS, LENGTH, STEPS = 8, 64, 3
@@ -180,6 +179,5 @@ assert second == first and first.what == "", (second, first)
 def test_a_second_fit_beside_an_accelerator_is_predicted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(A_SECOND_FIT)
-    command = [sys.executable, str(script), str(Path(__file__).parents[2])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(script, str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +22,7 @@ from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.plugins.callbacks.gradient_release import GradientRelease
 from tests.plugins.ranks import leave
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, tagged_rows, trained, trainer, weights
+from tests.processes import run_on_ranks
 
 AT_ONCE: dict[str, Any] = {"bundle_bytes": 0}
 
@@ -536,9 +536,7 @@ def main(path: str) -> None:
 
 def test_two_ranks_under_fsdp2_are_bitwise_those_without_it(tmp_path):
     path = tmp_path / "equal.pt"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.test_gradient_release", str(path)]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.plugins.test_gradient_release", str(path))
     assert done.returncode == 0, done.stderr[-3000:]
     equal = torch.load(path)
     assert len(equal) == 4

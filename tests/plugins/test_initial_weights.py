@@ -1,9 +1,6 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 """Training starts from weights in files, under any strategy, with no code in the module."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from lightning_memkit.utilities.errors import WeightsError
 from tests.plugins.noise import NOISE
 from tests.plugins.several_ranks import LENGTH, Language, Loader
 from tests.plugins.two_ranks_initial_weights import Early, Late, fit
+from tests.processes import run_on_ranks
 
 pytestmark = NOISE
 POSITIONS = torch.linspace(-1, 1, LENGTH)[:, None]
@@ -38,18 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def ranks(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("ranks") / "found.pt"
-    run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        *run,
-        "-m",
-        "tests.plugins.two_ranks_initial_weights",
-        str(path),
-        source,
-    ]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    done = run_on_ranks("tests.plugins.two_ranks_initial_weights", str(path), source)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 

@@ -3,9 +3,6 @@
 import gc
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.utilities.errors import PredictionError
+from tests.processes import ROOT, run_script
 from tests.testing.fake_device import compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -423,12 +421,7 @@ else:
 def test_a_process_that_has_used_an_accelerator_predicts_on_a_copy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(AFTER_AN_ACCELERATOR.replace("module(given)", "module.logits(given['ids'])"))
-    done = subprocess.run(
-        [sys.executable, str(script), str(Path(__file__).parents[2])],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(script, str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -1,7 +1,5 @@
 """Two gloo ranks under DDP, ZeRO-1 and FSDP2 through Lightning's strategies: steps that fail are all ranks' again."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,13 @@ import torch
 from lightning_memkit.micro_batching.ranks.agreement import ranks_of
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from tests.plugins.toys import trainer
+from tests.processes import run_on_ranks
 
 KINDS = ("ddp", "zero1", "fsdp2")
 
 
 def launched(*arguments: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks_ranks", *arguments]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.plugins.two_ranks_ranks", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -1,8 +1,6 @@
 """FSDP2, ZeRO-1 and DDP over a module that knows nothing of them, against one process with the whole batch."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 
 from lightning_memkit import FSDP2Strategy
 from tests.plugins import several_ranks
+from tests.processes import run_on_ranks
 
 FLOAT32, BFLOAT16 = 2e-5, 5e-3  # of losses and weights; of the weights' norm
 
@@ -22,10 +21,7 @@ def alone(precision: str) -> dict[str, Any]:
 
 
 def together(path: Path, ranks: int, *words: str) -> dict[str, Any]:
-    run = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command = [sys.executable, "-W", "ignore", *run,
-               "-m", "tests.plugins.several_ranks", str(path), *words]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    done = run_on_ranks("tests.plugins.several_ranks", str(path), *words, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 

@@ -1,7 +1,5 @@
 """Folders that ranks write in threads: what stood there when asked, beside training's collectives, or an error."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,13 @@ from lightning_memkit.distributed import own_group
 from lightning_memkit.plugins.strategies import _sharded_checkpoints
 from tests.plugins import several_ranks
 from tests.plugins.several_ranks import Language
+from tests.processes import run_on_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     path = tmp_path_factory.mktemp("writing") / "found.pt"
-    run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [sys.executable, "-W", "ignore", *run, "-m", "tests.plugins.two_ranks_writing", str(path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.plugins.two_ranks_writing", str(path))
     assert done.returncode == 0, done.stderr[-3000:]
     return path.parent / "kept", torch.load(path)
 

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +7,14 @@ from torch.utils.data import DataLoader
 
 from tests.plugins.toys import trained, weights
 from tests.plugins.two_ranks import TAGGERS
+from tests.processes import Ran, run_on_ranks
 
 KEPT = ["penalized", "epsilon", "detector"]
 SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", *KEPT)]
 
 
-def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks", str(path), str(size), strategy, *losses]  # fmt: skip
-    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> Ran:
+    return run_on_ranks("tests.plugins.two_ranks", str(path), str(size), strategy, *losses)
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp2"])

@@ -1,8 +1,5 @@
 """Checkpoints of pure bfloat16 from two gloo ranks, under DDP and FSDP2: resumed bit for bit, and consolidated."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.plugins.two_ranks_checkpoints import CASES
+from tests.processes import run_on_ranks
 
 
 @pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
@@ -18,9 +16,7 @@ def two_ranks(
 ) -> dict[Any, dict[str, Tensor]]:
     """All runs of a strategy come from one launch, which takes longer than they do."""
     path = tmp_path_factory.mktemp(request.param) / "found.pt"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks_checkpoints", str(path), request.param]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.plugins.two_ranks_checkpoints", str(path), request.param)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 

@@ -1,13 +1,12 @@
 """Two gloo ranks evaluate under DDP and FSDP2: a fault on one leaves no rank waiting, and the whole's results."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.processes import run_on_ranks
 
 Found = dict[str, list[Any]]
 
@@ -23,9 +22,7 @@ def found(
 ) -> tuple[str, list[Found]]:
     """One launch a strategy, in which a case that takes a minute ends both ranks; both ranks' results."""
     path = tmp_path_factory.mktemp("ranks") / "found.pt"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks_evaluation", str(path), *request.param]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400)
+    done = run_on_ranks("tests.plugins.two_ranks_evaluation", str(path), *request.param)
     assert done.returncode == 0, done.stderr[-3000:]
     return request.param[0], [torch.load(f"{path}.{rank}") for rank in (0, 1)]
 

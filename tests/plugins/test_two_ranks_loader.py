@@ -1,15 +1,13 @@
 """Two gloo ranks of different speed come to one plan, and resume within an epoch with every sample once."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import run_on_ranks
 
 
 def test_ranks_take_one_plan_and_their_own_samples(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks_loader", str(tmp_path)]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.plugins.two_ranks_loader", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for rank in ranks:

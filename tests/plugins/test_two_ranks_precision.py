@@ -1,7 +1,5 @@
 """Pure bfloat16 on two gloo ranks, under DDP and FSDP2, against one process with the whole batch."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from lightning_memkit import PureBF16Precision
 from tests.plugins.two_ranks_precision import everything, fitted
+from tests.processes import run_on_ranks
 
 MODES = ("kahan", "split")
 
@@ -24,9 +23,7 @@ def strategy(request: pytest.FixtureRequest) -> str:
 def two_ranks(strategy: str, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Tensor]]:
     """All runs of a strategy come from one launch, which takes longer than they do."""
     path = tmp_path_factory.mktemp(strategy) / "found.pt"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks_precision", str(path), strategy]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_ranks("tests.plugins.two_ranks_precision", str(path), strategy)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 

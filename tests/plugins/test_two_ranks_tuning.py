@@ -1,19 +1,13 @@
 """Two gloo ranks whose clocks disagree ask for the same sizes, and take rank 0's answer in the next run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import run_on_ranks
 
 
 def test_ranks_agree_on_the_size_that_is_fastest_for_the_slower_of_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks_tuning", str(tmp_path)]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240,
-        env={**os.environ, "MEMKIT_TUNING_CACHE": "1"},
-    )  # fmt: skip
+    done = run_on_ranks("tests.plugins.two_ranks_tuning", str(tmp_path), env={"MEMKIT_TUNING_CACHE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert zero == one

@@ -1,7 +1,5 @@
 """ZeRO-1: 8-bit states, shares of the bytes, float32 checkpoints and averages, on two gloo ranks and on four."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_memkit.optim.consolidated_files import consolidate_file
 from tests.plugins import several_ranks
 from tests.plugins.ranks_zero1 import EightBit, Equal
+from tests.processes import run_on_ranks
 
 EIGHT_BIT = (
     1e-3  # gradients that differ by rounding fall on the other side of a step of the 8-bit scale now and then
@@ -20,9 +19,7 @@ EIGHT_BIT = (
 
 def launch(folder: Path, ranks: int, *words: str) -> list[dict[str, Any]]:
     path = folder / "found.pt"
-    run = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command = [sys.executable, "-W", "ignore", *run, "-m", "tests.plugins.ranks_zero1", str(path), *words]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    done = run_on_ranks("tests.plugins.ranks_zero1", str(path), *words, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 
