@@ -31,6 +31,7 @@ _HOME = {
     "PureBF16Precision": "plugins.precision.pure_bf16",
     "StreamingCheckpointIO": "plugins.strategies.checkpoint_io",
     "ZeRO1Strategy": "plugins.strategies.zero1",
+    "checkpoint_chunks": "activations.chunks.checkpoint_chunks",
     "checkpoint_modules": "activations.checkpointing",
     "compensate": "optim.compensation",
     "linear_cross_entropy": "loss.head",
@@ -48,6 +49,7 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from lightning_memkit.activations.checkpointing import checkpoint_modules as checkpoint_modules
+    from lightning_memkit.activations.chunks.checkpoint_chunks import checkpoint_chunks as checkpoint_chunks
     from lightning_memkit.activations.offload import offload_activations as offload_activations
     from lightning_memkit.attention import packed_attention as packed_attention
     from lightning_memkit.attention.adapters import use_packed_attention as use_packed_attention

@@ -16,6 +16,7 @@ from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -99,7 +100,7 @@ def _ran(words: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: P
 
 def _wait(processes: Sequence[BaseProcess], limit: float) -> bool:
     """Whether some had to be killed at the limit; after a failure the rest have a few seconds."""
-    running = {process.sentinel: process for process in processes}
+    running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
     end = time.monotonic() + limit
     over = False
     while running:

@@ -1,0 +1,1 @@
+"""Modules that treat rows or tokens independently, run in chunks; plain torch."""
