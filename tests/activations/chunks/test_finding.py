@@ -1,0 +1,70 @@
+"""The modules that can run in chunks are found by what they do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_memkit.activations.chunks.finding import find_chunkable
+from tests.activations.chunks.test_libraries import ROWS, VOCABULARY, causal_model, clip_model, pairs
+
+
+def test_the_towers_of_clip() -> None:
+    net = clip_model()
+    found = find_chunkable(net, lambda: net(**pairs(), return_loss=True).loss, "rows")
+    assert [one.name for one in found] == ["text_model", "vision_model"]
+    assert all(one.freed_bytes > ROWS * 2 * 16 * 32 for one in found)
+
+
+def test_what_takes_tokens_one_by_one_in_a_llama() -> None:
+    net = causal_model()
+    ids = torch.randint(3, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
+    found = {one.name for one in find_chunkable(net, lambda: net(ids, labels=ids).loss, "tokens")}
+    parts = ("mlp", "input_layernorm", "post_attention_layernorm")
+    expected = {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts}
+    assert expected <= found
+    assert not any("self_attn" in name for name in found)
+    rows = [one.name for one in find_chunkable(net, lambda: net(ids, labels=ids).loss, "rows")]
+    assert rows == ["model"]
+
+
+class Mixed(nn.Module):
+    """Batch norm amid modules that treat rows alone, one of which runs twice, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 6)), norm)
+            for norm in (nn.BatchNorm1d(6), nn.LayerNorm(6))
+        )
+        self.unused = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))
+        self.head = nn.Linear(6, 3)
+
+    def training_step(self, x: Tensor) -> Any:
+        x = self.stem(x) + self.stem(x + 1)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), torch.arange(len(x)) % 3)
+
+
+def test_modules_around_batch_norm() -> None:
+    net = Mixed()
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    with torch.random.fork_rng():
+        found = find_chunkable(net, lambda: net.training_step(x), "rows")
+    assert [one.name for one in found] == ["stem", "blocks.0.0", "blocks.1"]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
+    changed = [name for name, value in net.state_dict().items() if not torch.equal(value, state[name])]
+    assert {name.rpartition(".")[0] for name in changed} == {"blocks.0.1"}  # the step's own doing, once
+    assert int(net.get_buffer("blocks.0.1.num_batches_tracked")) == 1
+
+
+def test_rows_that_are_all_alike_show_nothing() -> None:
+    net = Mixed()
+    for part in net.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0  # behind it rows would differ
+    assert find_chunkable(net, lambda: net.training_step(torch.ones(20, 6)), "rows") == []
