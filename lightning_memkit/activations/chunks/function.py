@@ -23,8 +23,11 @@ class ChunkedFunction(torch.autograd.Function):
         """The tensors are the call's arguments, then its parameters."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.places = call, places
-        outputs = call.outputs(JoinedOutputs(places, call.axes), tensors[: len(call.indices)])
-        ctx.save_for_backward(*tensors)
+        given, ctx.parameters = tensors[: len(call.indices)], tensors[len(call.indices) :]
+        outputs = call.outputs(JoinedOutputs(places, call.axes), given)
+        # Not saved with the arguments: activation checkpointing around would hand back others in their place.
+        ctx.versions = [one._version for one in ctx.parameters]
+        ctx.save_for_backward(*given)
         constant = (one for one, place in zip(outputs, places, strict=True) if not place.is_differentiable)
         ctx.mark_non_differentiable(*constant)
         call.let_go()
@@ -39,7 +42,8 @@ class ChunkedFunction(torch.autograd.Function):
                 "through a module that doesn't run in chunks."
             )
         call: ChunkedCall = ctx.call
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        _refuse_written(ctx.parameters, ctx.versions)
+        tensors, needed = (*ctx.saved_tensors, *ctx.parameters), ctx.needs_input_grad[2:]
         splits = [call.splits(number) for number in range(len(call.indices))]
         splits += [0] * (len(tensors) - len(splits))  # parameters
         sums = [
@@ -87,6 +91,15 @@ def _gradients(
     roots, cotangents = zip(*pairs, strict=True)
     found = torch.autograd.grad(roots, [sources[index] for index in wanted], cotangents, allow_unused=True)
     yield from ((index, grad) for index, grad in zip(wanted, found, strict=True) if grad is not None)
+
+
+def _refuse_written(parameters: Sequence[Tensor], versions: Sequence[int]) -> None:
+    for parameter, version in zip(parameters, versions, strict=True):
+        if parameter._version != version:
+            raise RuntimeError(
+                f"A weight of shape {tuple(parameter.shape)} of a module in chunks was modified by an inplace "
+                "operation between its forward and its backward, which runs it again; step after the backward."
+            )
 
 
 def _refuse_others(leaves: Sequence[Tensor], known: Sequence[Tensor]) -> None:

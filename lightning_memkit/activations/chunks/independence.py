@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_memkit.activations.chunks.axes import ChunkAxis, ChunkError, Ranges
@@ -102,7 +103,8 @@ class _Check:
             one.detach().requires_grad_(need)
             for one, need in zip(self._sample.tensors(), needs_gradient, strict=True)
         ]
-        with torch.enable_grad():
+        # Activation checkpointing around must not count what is saved here: its recomputation doesn't ask again.
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             found = _tensors(self._run(given)[0])
         if oldest_behind(found) < first:
             raise ChunkError(

@@ -309,3 +309,27 @@ def test_an_argument_that_can_not_be_split_is_named() -> None:
     checkpoint_chunks(net, rows=3)
     with pytest.raises(ValueError, match="gets a Given as"):
         net(Given(x), x)
+
+
+def test_a_weight_written_before_the_backward_is_noticed() -> None:
+    net, x = Dropped(), torch.randn(ROWS, WIDTH)
+    checkpoint_chunks(net, rows=3)
+    out = net(x)
+    with torch.no_grad():
+        net.net[0].get_parameter("weight").zero_()
+    with pytest.raises(RuntimeError, match=r"weight of shape \(16, 6\).*modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_activation_checkpointing_around_chunks() -> None:
+    """It hands saved tensors back as others, parameters too."""
+    net, x = Dropped().eval(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    sources = [x, *net.parameters()]
+
+    def found() -> list[Tensor]:
+        return list(torch.autograd.grad(checkpoint(net, x * 2, use_reentrant=False).square().sum(), sources))
+
+    plain = found()
+    checkpoint_chunks(net, rows=3)
+    for one, other in zip(found(), plain, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
