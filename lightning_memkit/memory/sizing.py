@@ -18,7 +18,8 @@ class Trial:
 class Sizing:
     """The chosen size, its measured peak, every trial made, and the sizes that are safe to time.
 
-    `fewest` is the smallest number of samples on which the step runs.
+    `fewest` is the smallest number of samples on which the step runs. With `chunk_rows` the batch runs whole, and
+    modules in chunks of so many rows, which are then the trials' sizes.
     """
 
     micro_batch_size: int
@@ -26,9 +27,13 @@ class Sizing:
     trials: tuple[Trial, ...] = field(default=())
     candidates: tuple[int, ...] = field(default=())
     fewest: int = 1
+    chunk_rows: int | None = None
 
     def __str__(self) -> str:
         sizes = ", ".join(str(trial.micro_batch_size) for trial in self.trials)
+        if self.chunk_rows is not None:
+            peak = format_bytes(self.peak_bytes)
+            return f"batches whole, modules in chunks of {self.chunk_rows} rows, peak {peak} (tried: {sizes})"
         return f"micro-batch {self.micro_batch_size}, peak {format_bytes(self.peak_bytes)} (tried: {sizes})"
 
 

@@ -19,7 +19,6 @@ from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.late_changes import look_again
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
-from lightning_memkit.micro_batching.proof.verdicts import weighed_by, why_whole
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
 from lightning_memkit.micro_batching.repeats import is_only_repeated
@@ -35,6 +34,7 @@ from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
 from lightning_memkit.micro_batching.sizes.tuning import SizeTuning, clock_may_choose
+from lightning_memkit.micro_batching.sizes.whole_batches import WholeBatches
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
 
 
@@ -74,9 +74,10 @@ class PartsChoice:
         self._window = window
         self._resumed = resumed
         self.known = KnownSizes(options, trials, resumed, foresee)
+        self._whole = WholeBatches(options, runner, trials, self.known, resumed)
         self._misfits = Misfits(runner.partition, self.known)
         self._warned = ""
-        self._sized_for = 0  # samples of the largest batch that a size was measured for
+        self._sized_for = 0  # samples of the largest batch measured
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run uses again: the size in use, or the sizes that are still being timed."""
@@ -89,6 +90,7 @@ class PartsChoice:
             "by_tokens": partition.row_tokens is not None,
             "row_tokens": partition.row_tokens,
             "wide": sorted(partition.wide),
+            "chunk_rows": partition.chunk_rows,
         }
 
     @property
@@ -119,7 +121,7 @@ class PartsChoice:
         """
         with step.run.scanned_once():
             self.sizing = self._first(step)
-        budget, weighed = format_bytes(self._options.budget_bytes), weighed_by(self.weighing)
+        budget, weighed = format_bytes(self._options.budget_bytes), verdicts.weighed_by(self.weighing)
         step.run.info(f"MemoryBudget: {self.sizing}; budget {budget}, weighed by {weighed}.")
         return self.sizing
 
@@ -133,6 +135,8 @@ class PartsChoice:
             partition.never_split(str(error))
             return sizing
         self._window.open(step.run, total)
+        if options.within == "modules":
+            self.weighing.refuse(verdicts.WITHIN_MODULES)
         # The probe's backward may end what forks can do.
         self.known.look(step, total)
         self._settle(step)
@@ -170,7 +174,7 @@ class PartsChoice:
         total = batch_size(step.batch)
         grown = any_rank(step.run, total > self._sized_for) and partition.micro_batch_size >= self._sized_for
         found = self._mismatch and not known and self._runs_whole
-        if (grown and (self._options.micro_batch_size == "auto" or self._runs_whole)) or found:
+        if (grown and (self._options.has_open_size or self._runs_whole)) or found:
             self.sizing = self._sized(step, None)
         else:
             self._check(splits=partition.micro_batch_size < total and not partition.held)
@@ -224,26 +228,24 @@ class PartsChoice:
         if self._mismatch:
             self.sizing = self._sized(step, None)
 
-    def dry(self, step: Step, failure: str) -> Exception:
-        """The error to raise when no smaller micro-batch can help."""
+    def dry(self, step: Step, failure: str) -> Exception | None:
+        """The error to raise when no smaller micro-batch can help; None where modules run in chunks from here on."""
+        if self._whole.rescue(step):
+            return None
         trials = self.sizing.trials if self.sizing is not None else ()
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
-        why = self._runner.partition.why_whole
-        return torch.OutOfMemoryError(ran_dry(step, self._runner.phase, failure, smallest, why))
+        words = ran_dry(step, self._runner.phase, failure, smallest, self._runner.partition.why_whole)
+        return torch.OutOfMemoryError(words)
 
     @property
     def _runs_whole(self) -> bool:
         """Whether a batch that can't be split may run whole; else the user's size, which splits it, is refused."""
-        unproven = bool(self.weighing.unproven)
-        return self._options.wants_proof and (self._options.micro_batch_size == "auto" or unproven)
+        return self._options.wants_proof and (self._options.has_open_size or bool(self.weighing.unproven))
 
     def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
         """The whole batch where it can't be split; else a known size, or the largest that fits."""
         if self._mismatch and self._runs_whole:
-            try:
-                return self.known.given(step, batch_size(step.batch))
-            except BudgetError as error:
-                raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
+            return self._whole.sizing(step, self._mismatch)
         return self.known.size(step, foreseen)
 
     def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
@@ -273,7 +275,7 @@ class PartsChoice:
     @property
     def _mismatch(self) -> str:
         """Why the loss can't be split, and the remedy; empty where it can be, or nothing is known."""
-        return why_whole(self.weighing, by_itself=self._options.wants_proof)
+        return verdicts.why_whole(self.weighing, by_itself=self._options.wants_proof)
 
     def _check(self, *, splits: bool) -> None:
         """Refuse to split on a guess; warn where the user insists, and say that batches run whole."""
@@ -287,12 +289,10 @@ class PartsChoice:
         if splits and not (self.tuning is not None and self.tuning.keep_whole()):
             raise BudgetError(text)
         self._runner.partition.stop_splitting(text)
-        if not self._runs_whole:
-            return
-        self._runner.partition.resize(WHOLE)
-        size = options.micro_batch_size
-        if size != "auto" and size < self._sized_for:
-            self._warn(f"MemoryBudget runs batches whole, not in micro-batches of {size}: {text}")
+        if self._runs_whole:
+            self._runner.partition.resize(WHOLE)
+            if not options.has_open_size and (size := int(options.micro_batch_size)) < self._sized_for:
+                self._warn(f"MemoryBudget runs batches whole, not in micro-batches of {size}: {text}")
 
     def _warn(self, text: str) -> None:
         if text != self._warned:

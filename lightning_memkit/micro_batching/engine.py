@@ -104,7 +104,7 @@ class Engine:
         self._resumed, self._retried = resumed, retried
         self._has_split = False
         self._journaling = Journaling(self.recovery, int(options.budget_bytes * _COPIED))
-        self._undo: list[Undo] = [self.window.close]
+        self._undo: list[Undo] = [self.window.close, self.runner.chunks.close]
 
     def close(self) -> None:
         """Undo all that was changed in the run."""
@@ -117,7 +117,7 @@ class Engine:
         return {
             **self.choice.state_dict(),
             "retries": self.record.retries,
-            **self.recovery.state_dict(),
+            **self.recovery.failed_sizes.state_dict(),
         }
 
     def prepare(self, step: Step) -> None:
@@ -149,7 +149,7 @@ class Engine:
         """Prepare the first step. If that fails, the run is as before, and it may be tried again."""
         taken = len(self._undo)
         try:
-            self.recovery.load_state_dict(self._resumed)
+            self.recovery.failed_sizes.load_state_dict(self._resumed)
             self._meet()
             self._journaling.follow(step)
             with materialized(step, self.trials):
@@ -217,11 +217,12 @@ class Engine:
         self._warn_where_split(step)
         with self.choice.timed(step):
             result = self.recovery.drive(step, optimize)
-            size, row_tokens = self.choice.size_in_use, self.runner.partition.row_tokens
+            size, (_, *sizes) = self.choice.size_in_use, self.runner.partition.form
         fastest = self.choice.faster_than_larger_ones
         if fastest:
-            self.recovery.forget_above(fastest)
-        noted(self.record.history, PartsChange(began_at, size, row_tokens, step.batch_idx))
+            self.recovery.failed_sizes.forget_above(fastest)
+        row_tokens, chunk_rows = sizes
+        noted(self.record.history, PartsChange(began_at, size, row_tokens, step.batch_idx, chunk_rows))
         return result
 
     def _warn_where_split(self, step: Step) -> None:

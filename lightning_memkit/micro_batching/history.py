@@ -14,35 +14,47 @@ class PartsChange(tuple[int, int]):
             holds up to `micro_batch_size * row_tokens` tokens. None if they are formed by rows.
         batch_idx: the index of the batch in the epoch. The batches of an accumulation window share one
             `global_step`.
+        chunk_rows: the most rows in a chunk, where batches run whole and modules in chunks; else None.
     """
 
     global_step: int
     micro_batch_size: int
     row_tokens: int | None
     batch_idx: int
+    chunk_rows: int | None
 
     def __new__(
-        cls, global_step: int, micro_batch_size: int, row_tokens: int | None = None, batch_idx: int = 0
+        cls,
+        global_step: int,
+        micro_batch_size: int,
+        row_tokens: int | None = None,
+        batch_idx: int = 0,
+        chunk_rows: int | None = None,
     ) -> "PartsChange":
-        """A pair that carries `row_tokens` and `batch_idx` as attributes."""
+        """A pair that carries the rest as attributes."""
         change = super().__new__(cls, (global_step, micro_batch_size))
         change.global_step, change.micro_batch_size = global_step, micro_batch_size
-        change.row_tokens, change.batch_idx = row_tokens, batch_idx
+        change.row_tokens, change.batch_idx, change.chunk_rows = row_tokens, batch_idx, chunk_rows
         return change
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self.row_tokens, self.batch_idx)
+        return (*self, self.row_tokens, self.batch_idx, self.chunk_rows)
 
     def __repr__(self) -> str:
         tokens = "" if self.row_tokens is None else f", row_tokens={self.row_tokens}"
-        return f"({self.global_step}, {self.micro_batch_size}{tokens})"
+        chunks = "" if self.chunk_rows is None else f", chunk_rows={self.chunk_rows}"
+        return f"({self.global_step}, {self.micro_batch_size}{tokens}{chunks})"
 
 
 def noted(history: list[PartsChange], change: PartsChange) -> None:
-    """Append a change, unless size and tokens are the same as in the last entry."""
+    """Append a change, unless all sizes are the same as in the last entry."""
     last = history[-1] if history else None
-    if last is None or (last[1], last.row_tokens) != (change[1], change.row_tokens):
+    if last is None or _sizes(last) != _sizes(change):
         history.append(change)
+
+
+def _sizes(change: PartsChange) -> tuple[int, int | None, int | None]:
+    return change.micro_batch_size, change.row_tokens, change.chunk_rows
 
 
 def in_force(history: Sequence[PartsChange], global_step: int, batch_idx: int = 0) -> PartsChange:

@@ -7,6 +7,7 @@ from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.parts.partition import Splitter
 
 Enforce = Literal["verified", "always"]
+Within = Literal["auto", "step", "modules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +23,17 @@ class BudgetOptions:
     weigh_by: WeighBy | Weigher = "auto"
     enforce: Enforce = "verified"
     effective_batch_size: int | None = None
+    within: Within = "auto"
 
     @property
     def usable_bytes(self) -> int:
         """The budget less its headroom."""
         return int(self.budget_bytes * (1 - self.headroom))
+
+    @property
+    def has_open_size(self) -> bool:
+        """Whether a batch may run whole: the user has not given the size of its micro-batches."""
+        return self.micro_batch_size == "auto" or self.within == "modules"
 
     @property
     def wants_proof(self) -> bool:
@@ -40,6 +47,7 @@ def check_options(
     weigh_by: object,
     headroom: float,
     enforce: str,
+    within: str,
 ) -> None:
     """Check the arguments of a `MemoryBudget`.
 
@@ -62,3 +70,10 @@ def check_options(
         raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
     if enforce not in get_args(Enforce):
         raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')
+    if within not in get_args(Within):
+        raise ValueError(f"within={within!r} must be one of {', '.join(get_args(Within))}.")
+    if within == "modules" and (weigh_by != "auto" or effective_batch_size is not None):
+        raise ValueError(
+            f'within="modules" never splits a batch, and weigh_by={weigh_by!r}, effective_batch_size='
+            f'{effective_batch_size} say how micro-batches add up: leave them out, or write within="auto".'
+        )

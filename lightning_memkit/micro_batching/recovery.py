@@ -1,7 +1,7 @@
 """Retry a step that ran out of memory: restore the state before it, and run the batch in smaller micro-batches."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,12 +11,13 @@ from lightning_memkit.micro_batching.changes.kept_gradients import KeptGradients
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import label
+from lightning_memkit.micro_batching.parts.partition import Form
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
+from lightning_memkit.micro_batching.sizes.failed_sizes import FailedSizes
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 
-_CALM_STEPS = 32  # without an OOM, before a larger size is tried again; twice as many after each failure
 # Of a batch whose loss was not as proven: its functions, its totals, its terms, or several of these.
 _MOST_REPEATS = 6
 
@@ -80,7 +81,7 @@ class _Past:
 
     step: Step
     point: SafePoint
-    form: tuple[int, int | None]  # see `Partition.form`
+    form: Form  # see `Partition.form`
 
 
 class Recovery:
@@ -92,13 +93,14 @@ class Recovery:
     Args:
         runner: runs the step's batch in micro-batches, whose size is what shrinks and grows.
         resized: called whenever the size has changed.
-        dry: makes the error for a batch that no smaller micro-batch can help.
+        dry: makes the error for a batch that no smaller micro-batch can help; None if it has found another way.
         reconsider: called before a batch runs again because its loss was not the one that was proven.
 
     Attributes:
         retries: whether an OOM is retried. A batch whose loss was not as proven runs again in any case.
         changing: the tensors that steps were seen to change; None where that is unknown.
         spares: copies of small tensors that steps have not changed so far.
+        failed_sizes: the sizes that ran out of memory.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Recovery:
         runner: PartsRunner,
         *,
         resized: Resized,
-        dry: Callable[[Step, str], Exception],
+        dry: Callable[[Step, str], Exception | None],
         reconsider: Reconsidered,
     ) -> None:
         self.retries = True
@@ -118,25 +120,9 @@ class Recovery:
         self._dry = dry
         self._past: list[_Past] = []
         self._point: SafePoint | None = None
-        self._larger: list[int] = []  # sizes that ran out of memory, the smallest last
-        self._calm, self._patience = 0, _CALM_STEPS
+        self.failed_sizes = FailedSizes()
         self._stepping = False
         self._repeated = False  # the step at hand ran out of memory in its smallest micro-batches
-        self._grown = False  # a larger size is tried again
-
-    def state_dict(self) -> dict[str, Any]:
-        """What decides when a larger size is tried again."""
-        return {"larger": list(self._larger), "calm": self._calm, "patience": self._patience}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the saved run would have."""
-        self._larger = [int(size) for size in state.get("larger", ())]
-        self._calm = int(state.get("calm", 0))
-        self._patience = int(state.get("patience", _CALM_STEPS))
-
-    def forget_above(self, size: int) -> None:
-        """Don't try sizes above this one again: they are slower."""
-        self._larger = [larger for larger in self._larger if larger <= size]
 
     def optimizer_steps(self) -> None:
         """The optimizer's own step begins if all ranks agree. Weights change from here on."""
@@ -192,7 +178,7 @@ class Recovery:
                 continue
             ranks.failed()
             self._begin_again(step, failure, point)
-        self._calm = 0 if retries else self._calm + 1
+        self.failed_sizes.ended(calm=not retries)
         if ends_window:
             self._past = []
         else:
@@ -234,57 +220,66 @@ class Recovery:
             )
 
     def _begin_again(self, step: Step, failure: str, point: SafePoint | None) -> None:
-        """Restore the state before the step, and halve the micro-batches."""
+        """Restore the state before the step, and halve the micro-batches, or the chunks of modules."""
         self._put_back(step, point)
         free_memory()
-        failed, partition = self._shrink(step, failure), self._runner.partition
+        partition = self._runner.partition
+        was = partition.chunk_rows
+        failed = self._shrink(step, failure)
         of, into = f"a micro-batch of {failed}", f"in micro-batches of {partition.micro_batch_size}"
-        if partition.keeps_whole:
+        if partition.keeps_whole or partition.unsplittable:
             of, into = "the whole batch", "whole"
+        if was is not None:
+            of += f", {self._runner.chunks} in chunks of {was}"
+        if partition.chunk_rows is not None:
+            into += f", {self._runner.chunks} in chunks of {partition.chunk_rows}"
         step.run.info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} with {of}; the state before "
             f"the step is restored, and the batch is retried {into} ({failure})"
         )
 
     def _shrink(self, step: Step, failure: str) -> int:
+        """Halve the size; returns the one that failed."""
         partition = self._runner.partition
-        failed = 1 if partition.keeps_whole else min(partition.micro_batch_size, batch_size(step.batch))
-        failed = self._runner.ranks.largest(failed)
+        is_whole = partition.keeps_whole or bool(partition.unsplittable)
+        size = partition.chunk_rows or (1 if partition.keeps_whole else partition.micro_batch_size)
+        failed = self._runner.ranks.largest(
+            size if partition.keeps_whole else min(size, batch_size(step.batch))
+        )
         if failed == 1 and partition.row_tokens is not None:
             partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
-            self._resized(step, retry=True)
-            return failed
-        if failed == 1 or partition.unsplittable or partition.misfit:
-            if self._repeated:
-                raise self._dry(step, failure)
+        elif failed == 1 or partition.misfit or (is_whole and partition.chunk_rows is None):
+            error = self._dry(step, failure) if self._repeated else None
+            if error is not None:
+                raise error
             # This size was measured to fit: a fragmented cache or another process may be the cause.
             self._repeated = True
-            self._resized(step, retry=True)
-            return failed
-        self._patience = 2 * self._patience if self._grown else _CALM_STEPS
-        self._grown = False
-        if not self._larger or self._larger[-1] > failed:
-            self._larger.append(failed)
-        partition.resize((failed + 1) // 2)
+        else:
+            self.failed_sizes.add(failed)
+            self._set_size((failed + 1) // 2)
         self._resized(step, retry=True)
         return failed
 
     def _grow(self, step: Step) -> None:
         """After enough steps without an OOM, try the size that last ran out of memory once more."""
-        if not self._larger or self._calm < self._patience:
-            return
-        self._calm, self._grown = 0, False
-        size = self._larger[-1]
         partition = self._runner.partition
-        if size > partition.micro_batch_size:
-            self._grown = True
-            step.run.info(
-                f"MemoryBudget: {self._patience} steps without an OOM; micro-batches of {size} are tried again."
-            )
+        size = self.failed_sizes.due(partition.chunk_rows or partition.micro_batch_size)
+        if size is None:
+            return
+        what = "micro-batches" if partition.chunk_rows is None else "chunks"
+        step.run.info(
+            f"MemoryBudget: {self.failed_sizes.patience} steps without an OOM; {what} of {size} are tried again."
+        )
+        self._set_size(size)
+        self._resized(step, retry=False)
+
+    def _set_size(self, size: int) -> None:
+        """That of micro-batches; of chunks, where modules run in chunks."""
+        partition = self._runner.partition
+        if partition.chunk_rows is None:
             partition.resize(size)
-            self._resized(step, retry=False)
         else:
-            self._larger.pop()
+            partition.run_in_chunks(size)
 
 
 def _step_hooks(step: Step) -> dict[str, Any]:

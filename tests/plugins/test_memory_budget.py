@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.micro_batching import recovery
+from lightning_memkit.micro_batching.sizes import failed_sizes
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, trainer, weights
 
@@ -527,7 +527,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise(apart: int) -> None:
 def test_larger_parts_are_tried_again_after_calm_steps_and_a_resume_goes_on_waiting(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "_CALM_STEPS", 4)
+    monkeypatch.setattr(failed_sizes, "_CALM_STEPS", 4)
     callback = Faulty(20)
     _, fitted = trained(callback, max_steps=10)
     assert callback.history == [(0, 8), (2, 4), (7, 8)]

@@ -30,6 +30,7 @@ from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 WHOLE = 2**62  # samples in a micro-batch: any batch
+Form = tuple[int, int | None, int | None]
 _LESS_PADDING = 0.9  # of the tokens: what makes copying and sorting rows worth while
 
 
@@ -79,6 +80,7 @@ class Partition:
         wide: the tensors that are as wide as the mask, and were shown to go without padding.
         fewest: the fewest samples that the step runs on (batch normalization fails on one). No micro-batch holds less,
             though one may then hold more than `micro_batch_size`.
+        chunk_rows: the most rows in a chunk of a module, where batches run whole and modules in chunks; else None.
     """
 
     micro_batch_size: int
@@ -93,6 +95,7 @@ class Partition:
     row_tokens: int | None = field(default=None, init=False)
     wide: frozenset[str] = field(default=frozenset(), init=False)
     fewest: int = field(default=1, init=False)
+    chunk_rows: int | None = field(default=None, init=False)
     _surveys_each: bool = field(default=False, init=False)
     _counts_nothing: int | None = field(default=None, init=False)
     _has_lone: range = field(default=range(0), init=False)
@@ -154,23 +157,27 @@ class Partition:
         """Split into runs of rows, padding included."""
         self.row_tokens = None
 
+    def run_in_chunks(self, chunk_rows: int | None) -> None:
+        """Run batches whole, and modules in chunks of at most so many rows."""
+        self.chunk_rows = chunk_rows
+
     def need_rows(self, fewest: int) -> None:
         """Put at least so many samples into a micro-batch."""
         self.fewest = fewest
 
     @property
-    def form(self) -> tuple[int, int | None]:
-        """The size, and whether by tokens: `formed` splits the same way again."""
-        return self.micro_batch_size, self.row_tokens
+    def form(self) -> Form:
+        """The sizes: `formed` splits the same way again."""
+        return self.micro_batch_size, self.row_tokens, self.chunk_rows
 
     @contextmanager
-    def formed(self, form: tuple[int, int | None]) -> Iterator[None]:
+    def formed(self, form: Form) -> Iterator[None]:
         """A context in which batches are split as they were when `form` was read."""
-        now, (self.micro_batch_size, self.row_tokens) = self.form, form
+        now, (self.micro_batch_size, self.row_tokens, self.chunk_rows) = self.form, form
         try:
             yield
         finally:
-            self.micro_batch_size, self.row_tokens = now
+            self.micro_batch_size, self.row_tokens, self.chunk_rows = now
 
     # What it tells
 

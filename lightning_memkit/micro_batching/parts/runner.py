@@ -17,6 +17,7 @@ from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
 from lightning_memkit.micro_batching.parts.before_zero_grad import BeforeZeroGrad
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
+from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import check_skipped
@@ -48,6 +49,7 @@ class PartsRunner:
         ranks: coordinates the ranks in each step.
         draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
         whole: compares with the whole batch, also where the step returned None for some of its micro-batches.
+        chunks: the modules that run in chunks where batches run whole.
     """
 
     def __init__(self, run: Run, partition: Partition, watch: StepWatch, *, exact_window: bool) -> None:
@@ -64,6 +66,7 @@ class PartsRunner:
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
+        self.chunks = ModuleChunks(run)
 
     def connect(self, ranks: Ranks, survey: Survey) -> None:
         """Let ranks take their steps together, and totals be read before a batch runs."""
@@ -98,6 +101,7 @@ class PartsRunner:
                 put_back()
 
     def _attempt(self, step: Step, attempt: Attempt) -> None:
+        self.chunks.resize(self.partition.chunk_rows)
         weights = self._weights
         weights.begin(step)
         self.phase = "in splitting and weighing the batch"
@@ -135,10 +139,7 @@ class PartsRunner:
             warnings.warn(words, stacklevel=2)
 
     def _kept(self, batch: BatchRun) -> list[int | None]:
-        """Which micro-batches run: all; None repeats the first, to run as many as the rank with the most.
-
-        Those that count nothing for the loss run, too: they log and return values of their rows.
-        """
+        """Which micro-batches run: all, as each logs values of its rows; None repeats the first, as ranks need it."""
         parts = len(batch.weights)
         return [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
 
@@ -205,11 +206,7 @@ class PartsRunner:
     def _run_part(
         self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool
     ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
-        """Transfer, forward and backward of one micro-batch.
-
-        Returns:
-            Its detached loss, what the step returned and logged, its weight.
-        """
+        """Transfer, forward and backward; returns the detached loss, what the step returned and logged, the weight."""
         self.phase = f"in forward {which}"
         step = batch.step
         part = self._run.transfer(batch.cut.parts[index])

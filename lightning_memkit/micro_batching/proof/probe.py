@@ -168,10 +168,10 @@ class Weighing:
 
     def _wanted(self, step: Step, micro_batch_size: int) -> bool:
         new = self._is_new = self._novelties.are_in(step.batch)
-        if self.probes == 0:
-            return not self.unproven or new
         if self.verdict is not None and not self.verdict.adds_up:
             return False
+        if self.probes == 0:
+            return not self.unproven or new
         if not 0 < micro_batch_size < batch_size(step.batch) or self.probes >= _MOST_PROBES:
             return False
         # Losses that show their divisors, too: rules for logged values may hold by chance in one batch.

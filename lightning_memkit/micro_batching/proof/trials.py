@@ -56,6 +56,7 @@ class Trials:
         drawn: what the latest `gradient_of` left of Python's and NumPy's generators (`draws`), None for nothing.
         adds_up: steps give gradients to tensors in no optimizer, where they add up over steps.
         limited: probes must stay within the budget on a CPU.
+        zeroes: a batch is one micro-batch, before whose backward the gradients of the step before are freed.
         watch: knows what trials saw steps change.
     """
 
@@ -68,7 +69,7 @@ class Trials:
         self.capture: Callable[[], Any] | None = None
         self.captured, self.drawn, self.draws = _NOTHING, _NOTHING, EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
-        self.adds_up = self.limited = False
+        self.adds_up = self.limited = self.zeroes = False
         self._leaves, self.ranks, self.watch = list[Tensor](), Ranks(), StepWatch()
         self._has_watched, self._noted = False, NotedChanges(run, self)
         self._run, self._budget_bytes, self.forget = run, budget_bytes, self._noted.forget
@@ -234,6 +235,9 @@ class Trials:
                 if self.ranks.meets:  # the others wait in a backward that this rank does not run
                     raise PassedOverError("training_step returned None")
                 return False
+            if self.zeroes and meter is not None:
+                for leaf in self._leaves:
+                    leaf.grad = None
             step.quiet_backward(loss if look is None else look(loss))
             return True
 
@@ -264,6 +268,7 @@ class Trials:
             held = [*self._module.parameters(), *self._module.buffers(), *resident]
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
             meter = peak_meter(self._run.device, held, budget_bytes)
+            del held
             try:
                 self.run(step, batch, meter)
             except ForeseenWronglyError:

@@ -30,6 +30,14 @@ _WHOLE_AND_FIT = f"keep the batch whole ({_SIZE}; ActivationCheckpointing helps 
 DRAWS_BY_ROWS = "training_step draws from Python's or NumPy's generators, more often for some rows"
 
 
+WITHIN_MODULES = Verdict(
+    adds_up=False,
+    relative_error=0.0,
+    cause='within="modules" keeps them whole',
+    remedy='write within="auto", which splits where that is proven',
+)
+
+
 def scaled_by(shown: str) -> Verdict:
     """A micro-batch's loss has shown, by a factor, that rows act on each other."""
     return _refused(
@@ -179,6 +187,11 @@ class Weighed(Protocol):
     rules: LossRules | None
     unproven: str
     weigh_by: WeighBy | Weigher
+
+
+def without_remedy(why: str) -> str:
+    """The first half of what `why_whole` says, for where it was mended."""
+    return why.partition(" To mend it, ")[0]
 
 
 def why_whole(weighing: Weighed, *, by_itself: bool) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen, choose_size, verify_whole
@@ -56,6 +57,16 @@ class KnownSizes:
             BudgetError: it does not fit.
         """
         return choose_size(step, self._trials, self._options, given=size)
+
+    def chunks(self, step: Step, chunks: ModuleChunks, rows: int | None) -> Sizing:
+        """The rows of a chunk: those in use, the resumed run's or the user's if they fit, or the most that do.
+
+        Raises:
+            BudgetError: not even one row at a time fits, or the user's number does not.
+        """
+        user, known = self._options.micro_batch_size, rows or self._resumed.get("chunk_rows")
+        given = user if self._options.within == "modules" else "auto"
+        return choose_size(step, self._trials, self._options, given=given, remembered=known, chunks=chunks)
 
     def whole(self, step: Step, *, why: str) -> Sizing:
         """Verify a batch that has no rows to split.

@@ -11,6 +11,7 @@ from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, T
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
@@ -56,6 +57,7 @@ def choose_size(
     given: int | Literal["auto"],
     remembered: int | None = None,
     foreseen: Foreseen | None = None,
+    chunks: ModuleChunks | None = None,
 ) -> Sizing:
     """The largest micro-batch of the worst batch that fits when measured, or the given one; at most 8 trials.
 
@@ -67,6 +69,7 @@ def choose_size(
         remembered: with `"auto"`, an earlier run's answer: used if it fits, which costs one trial.
         foreseen: with `"auto"`, predicted peaks: the size they suggest is used if it fits, which costs one
             trial.
+        chunks: the worst batch is whole, and sizes are of these modules' chunks.
 
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
@@ -79,6 +82,7 @@ def choose_size(
         forecast = Forecast(foreseen.peaks.__getitem__, foreseen.residual)
     with optimizer_state(step) as (states, step_peak):
         peaks = _Peaks(step, trials, states, step_peak, total)
+        peaks.chunks = chunks
 
         def search() -> Sizing | None:
             least = peaks.least
@@ -102,7 +106,7 @@ def choose_size(
                 # is raised as it is.
                 return search()
 
-        if total > 1 and (given == 2 or with_batch_statistics(step.run.module)):
+        if chunks is None and total > 1 and (given == 2 or with_batch_statistics(step.run.module)):
             peaks.try_one_row()
         sizing = search()
         if sizing is None and policy.tightened(peaks.of_part, usable):
@@ -113,7 +117,7 @@ def choose_size(
             size = min(peaks.least if given == "auto" else given, total)
             raise BudgetError(shortfall(needs, size, usable, options.headroom, predicted))
         sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
-        if given == "auto" and sizing.candidates == ():
+        if chunks is None and given == "auto" and sizing.candidates == ():
             sizing = _with_candidates(step, sizing, lambda size: peaks.of(size, usable), usable, total)
             if min(sizing.candidates, default=total) < total and peaks.fewest == 1:
                 peaks.try_one_row()
@@ -122,6 +126,9 @@ def choose_size(
         sizing = replace(sizing, fewest=peaks.fewest)
     if foreseen is not None and forecast is not None and forecast.ratio is not None:
         foreseen.measured(forecast.ratio)
+    if chunks is not None:
+        step.run.set_gradient_parts(1)
+        return replace(sizing, micro_batch_size=total, chunk_rows=sizing.micro_batch_size)
     step.run.set_gradient_parts(-(-total // sizing.micro_batch_size))
     return sizing
 
@@ -134,12 +141,14 @@ class _Peaks:
             memory.
         of_part: the largest of all ranks' peaks.
         fewest: the fewest samples on which the step may run, as far as known; above 1, it has failed on one less.
+        chunks: modules whose chunks have the size, where the batch is whole.
     """
 
     def __init__(self, step: Step, trials: Trials, states: list[Tensor], step_peak: int, total: int) -> None:
         self.of_part_here: int | None = None
         self.of_part: int | None = None
         self.fewest = 1
+        self.chunks: ModuleChunks | None = None
         self._runs_on = total
         self._step, self._trials, self._total = step, trials, total
         self._states, self._step_peak = states, step_peak
@@ -162,8 +171,12 @@ class _Peaks:
             StepFailedError: the step does not run on so few samples, on this rank or another.
         """
         step = self._step
-        step.run.set_gradient_parts(-(-self._total // size))
-        part = step.run.worst_batch(step.batch, size)
+        rows = size
+        if self.chunks is not None:
+            self.chunks.resize(size)
+            rows, self._trials.zeroes = self._total, step.run.batches_a_step == 1
+        step.run.set_gradient_parts(-(-self._total // rows))
+        part = step.run.worst_batch(step.batch, rows)
         held = [*self._states, *tensors_of(step.batch)]
         failure: StepFailedError | None = None
         try:

@@ -18,7 +18,7 @@ from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.engine import Engine, Record
 from lightning_memkit.micro_batching.evaluation.engine import Observer
 from lightning_memkit.micro_batching.history import PartsChange
-from lightning_memkit.micro_batching.options import BudgetOptions, Enforce, check_options
+from lightning_memkit.micro_batching.options import BudgetOptions, Enforce, Within, check_options
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
@@ -60,6 +60,11 @@ class MemoryBudget(LeavesRunBehind, Callback):
         enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU also count them in every
             step, including evaluation, and treat exceeding the budget as an OOM; costs tens of microseconds
             an operator. CUDA's allocator enforces the budget in any case.
+        within: what is split. `"step"`: the batch, into micro-batches. `"modules"`: the modules whose rows are
+            independent run in chunks of rows and again in the backward, and the step runs once, on the whole batch:
+            any loss is exact, for one more forward of these modules; `micro_batch_size` is then that of a chunk.
+            `"auto"`: batches run whole where they fit, are split where that is proven, and else modules run in
+            chunks.
 
     Raises:
         ValueError: an argument is outside its range, or the effective batch is no multiple of the loader
@@ -81,9 +86,10 @@ class MemoryBudget(LeavesRunBehind, Callback):
         headroom: float = 0.05,
         recover: bool = True,
         enforce: Enforce = "verified",
+        within: Within = "auto",
     ) -> None:
         check_budget(budget)
-        check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
+        check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce, within)
         self.budget = budget
         self.micro_batch_size: int | Literal["auto"] = micro_batch_size
         self.effective_batch_size = effective_batch_size
@@ -92,6 +98,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
         self.headroom = headroom
         self.recover = recover
         self.enforce: Enforce = enforce
+        self.within: Within = within
         self.budget_bytes = 0
         self._record = Record()
         self._resumed: dict[str, Any] = {}
@@ -105,7 +112,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             f"MemoryBudget(budget={self.budget!r}, micro_batch_size={self.micro_batch_size!r}, "
             f"effective_batch_size={self.effective_batch_size!r}, weigh_by={self.weigh_by!r}, "
             f"split={self.split!r}, headroom={self.headroom!r}, recover={self.recover!r}, "
-            f"enforce={self.enforce!r})"
+            f"enforce={self.enforce!r}, within={self.within!r})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,6 +180,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             recover=self.recover,
             weigh_by=self.weigh_by,
             enforce=self.enforce,
+            within=self.within,
         )
         self._undo = [
             hard_cap(trainer.strategy.root_device, self.budget_bytes),

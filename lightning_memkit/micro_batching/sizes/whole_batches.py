@@ -1,0 +1,88 @@
+"""Make room for batches that can't be split: as they are where that fits, else with modules in chunks of rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_memkit.memory.sizing import Sizing
+from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.runner import PartsRunner
+from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.proof.verdicts import without_remedy
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.micro_batching.sizes.known import KnownSizes
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
+
+
+class WholeBatches:
+    """Decides whether modules run in chunks while batches run whole, and of how many rows.
+
+    Args:
+        options: what the user asks for.
+        runner: runs the batches; its partition and its chunks are set here.
+        trials: run steps that leave no trace.
+        known: measures peaks.
+        resumed: the state of the run that is resumed, whose chunks are used again.
+    """
+
+    def __init__(
+        self,
+        options: BudgetOptions,
+        runner: PartsRunner,
+        trials: Trials,
+        known: KnownSizes,
+        resumed: Mapping[str, Any],
+    ) -> None:
+        self._options, self._runner, self._trials, self._known = options, runner, trials, known
+        self._resumed = resumed
+
+    def sizing(self, step: Step, mismatch: str) -> Sizing:
+        """Measure the whole batch; where it does not fit, find modules and the most rows of a chunk that fit.
+
+        Args:
+            step: the batch's step.
+            mismatch: why it can't be split.
+
+        Raises:
+            BudgetError: it fits in neither way.
+        """
+        partition, failure = self._runner.partition, ""
+        is_given = self._options.within == "modules" and self._options.micro_batch_size != "auto"
+        if partition.chunk_rows is None and not self._resumed.get("chunk_rows") and not is_given:
+            try:
+                return self._known.given(step, batch_size(step.batch))
+            except BudgetError as error:
+                failure = f" Whole it does not fit: {error}"
+        if not self._find(step):
+            none = "" if self._options.within == "step" else " No module in it treats its rows independently."
+            raise BudgetError(f"{mismatch}{failure}{none}")
+        chunks = self._runner.chunks
+        try:
+            sizing = self._known.chunks(step, chunks, partition.chunk_rows)
+        except BudgetError as error:
+            raise BudgetError(
+                f"{mismatch} Whole it does not fit, nor with {chunks} in chunks: {error}"
+            ) from None
+        if sizing.chunk_rows != partition.chunk_rows:
+            partition.run_in_chunks(sizing.chunk_rows)
+            step.run.info(
+                f"MemoryBudget: batches run whole, {chunks} in chunks of {sizing.chunk_rows} rows, recomputed in the "
+                f"backward. {without_remedy(mismatch)}"
+            )
+        return sizing
+
+    def rescue(self, step: Step) -> bool:
+        """After a whole batch ran out of memory: run modules in chunks of half its rows; False if there are none."""
+        partition = self._runner.partition
+        if (
+            not partition.unsplittable
+            or partition.whole
+            or partition.chunk_rows is not None
+            or not self._find(step)
+        ):
+            return False
+        partition.run_in_chunks((batch_size(step.batch) + 1) // 2)
+        return True
+
+    def _find(self, step: Step) -> bool:
+        return self._options.within != "step" and self._runner.chunks.find(step, self._trials)
