@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.parts.attempt import Attempt, loss_of, put_together, shares_of
@@ -25,7 +26,6 @@ from lightning_memkit.micro_batching.parts.whole_values import OfWhole, unlike
 from lightning_memkit.micro_batching.proof.novelty import is_revised_after
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError, ManyRowsStateError
-from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
 _MOST_NAMES = 32  # of returned values, after which one that is new has the batch compared no more
 _UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divisors: one may agree by chance

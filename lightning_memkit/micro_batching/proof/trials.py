@@ -49,8 +49,7 @@ class Trials:
         changing: the keys of all tensors that trials saw changed in place; a `Rollback` clones these.
         logged: what the step of the latest `gradient_of` logged.
         handed_on: the attributes that the step on the batch before (`after=`) has set.
-        returned: what the step of the latest run returned besides its loss.
-        values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
+        returned, values: what the step returned besides its loss; with `look=`, numbers it computed, by their nodes.
         between: called after the step on the batch before (`after=`).
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
         drawn: what the latest `gradient_of` left of Python's and NumPy's generators (`draws`), None for nothing.
@@ -171,9 +170,8 @@ class Trials:
             return loss
 
         with self.no_trace(step, batch, seen=True), suppress(Exception):
-            self.run(
-                step, batch, self._limit(step), look
-            )  # one row need not run; several are tried elsewhere
+            # One row need not run; several are tried elsewhere.
+            self.run(step, batch, self._limit(step), look)
             return losses[0] if losses else None
         return None
 
@@ -235,9 +233,8 @@ class Trials:
                 if self.ranks.meets:  # the others wait in a backward that this rank does not run
                     raise PassedOverError("training_step returned None")
                 return False
-            if self.zeroes and meter is not None:
-                for leaf in self._leaves:
-                    leaf.grad = None
+            for leaf in self._leaves if self.zeroes and meter is not None else ():
+                leaf.grad = None
             step.quiet_backward(loss if look is None else look(loss))
             return True
 
@@ -265,10 +262,9 @@ class Trials:
         failed = False
         with self.no_trace(step, batch) as logged:
             allocate_gradients(self._module.parameters())  # all are alive from the second micro-batch on
-            held = [*self._module.parameters(), *self._module.buffers(), *resident]
-            held += [p.grad for p in self._module.parameters() if p.grad is not None]
-            meter = peak_meter(self._run.device, held, budget_bytes)
-            del held
+            weights, buffers = list(self._module.parameters()), self._module.buffers()
+            grads = (p.grad for p in weights if p.grad is not None)
+            meter = peak_meter(self._run.device, [*weights, *buffers, *resident, *grads], budget_bytes)
             try:
                 self.run(step, batch, meter)
             except ForeseenWronglyError:
@@ -295,8 +291,7 @@ class Trials:
     def _watch_first(self, step: Step, batch: Any) -> None:
         """Run the step once watched, to learn what it writes to, before it runs unwatched.
 
-        Probes don't count as watched runs, because a step writes to less in eval mode or without batch
-        statistics. Neither does a run that failed.
+        Neither probes (in eval mode or without batch statistics a step writes to less) nor failed runs count.
         """
         if self._has_watched:
             return

@@ -10,7 +10,13 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen, choose_size, verify_whole
+from lightning_memkit.micro_batching.sizes.sizing import (
+    BudgetError,
+    Foreseen,
+    SizeHints,
+    choose_size,
+    verify_whole,
+)
 from lightning_memkit.micro_batching.sizes.tuned_sizes import TunedSize, TunedSizes, question_of
 from lightning_memkit.micro_batching.sizes.tuning import clock_may_choose
 
@@ -66,7 +72,8 @@ class KnownSizes:
         """
         user, known = self._options.micro_batch_size, rows or self._resumed.get("chunk_rows")
         given = user if self._options.within == "modules" else "auto"
-        return choose_size(step, self._trials, self._options, given=given, remembered=known, chunks=chunks)
+        hints = SizeHints(remembered=known)
+        return choose_size(step, self._trials, self._options, given=given, hints=hints, chunks=chunks)
 
     def whole(self, step: Step, *, why: str) -> Sizing:
         """Verify a batch that has no rows to split.
@@ -88,9 +95,8 @@ class KnownSizes:
             if sizing is not None:
                 return sizing
         remembered = self._remembered.micro_batch_size if self._remembered is not None else None
-        return choose_size(
-            step, self._trials, self._options, given=given, remembered=remembered, foreseen=foreseen
-        )
+        hints = SizeHints(remembered=remembered, foreseen=foreseen)
+        return choose_size(step, self._trials, self._options, given=given, hints=hints)
 
     def _resumed_size(self, step: Step) -> Sizing | None:
         """The resumed run's size; if it had not finished tuning, the sizes that it was still timing."""

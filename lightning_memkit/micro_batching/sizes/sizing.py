@@ -5,11 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
@@ -49,14 +50,26 @@ class Foreseen:
     measured: Callable[[float], None] = _nothing_kept
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizeHints:
+    """What is known of sizes before any is measured; a size that it suggests is used if one trial finds that it fits.
+
+    Attributes:
+        remembered: an earlier run's answer.
+        foreseen: predicted peaks.
+    """
+
+    remembered: int | None = None
+    foreseen: Foreseen | None = None
+
+
 def choose_size(
     step: Step,
     trials: Trials,
     options: BudgetOptions,
     *,
     given: int | Literal["auto"],
-    remembered: int | None = None,
-    foreseen: Foreseen | None = None,
+    hints: SizeHints = SizeHints(),
     chunks: ModuleChunks | None = None,
 ) -> Sizing:
     """The largest micro-batch of the worst batch that fits when measured, or the given one; at most 8 trials.
@@ -66,15 +79,13 @@ def choose_size(
         trials: runs steps that leave no trace.
         options: the budget, and its headroom that has to stay free.
         given: the user's or a resumed run's size, which is only verified; or `"auto"`.
-        remembered: with `"auto"`, an earlier run's answer: used if it fits, which costs one trial.
-        foreseen: with `"auto"`, predicted peaks: the size they suggest is used if it fits, which costs one
-            trial.
+        hints: with `"auto"`, sizes to try first.
         chunks: the worst batch is whole, and sizes are of these modules' chunks.
 
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
     """
-    usable = options.usable_bytes
+    usable, foreseen = options.usable_bytes, hints.foreseen
     total = int(largest_of_ranks(step.run, [batch_size(step.batch)])[0])
     step.run.set_gradient_parts(total)
     policy, forecast = AutomaticPolicy(step.run), None
@@ -95,7 +106,7 @@ def choose_size(
                     lambda size: peaks.of(size, None if size <= least else usable),
                     usable,
                     total,
-                    remembered,
+                    hints.remembered,
                     forecast,
                     least,
                 )
@@ -277,22 +288,3 @@ def _largest_of_ranks(run: Run, peak: int | None) -> int | None:
     """The largest peak of all ranks, so that all try the same sizes; None if one ran out of memory."""
     largest = largest_of_ranks(run, [float("inf") if peak is None else peak])[0]
     return None if largest == float("inf") else int(largest)
-
-
-def with_batch_statistics(module: nn.Module) -> list[str]:
-    """The names of the modules in training mode that normalize with statistics of the batch."""
-    norm = nn.modules.batchnorm._BatchNorm
-    return [name for name, child in module.named_modules() if isinstance(child, norm) and child.training]
-
-
-def with_running_averages(module: nn.Module) -> list[str]:
-    """The names of the modules in training mode that normalize each row by itself, and average over batches beside."""
-    norms = nn.modules.batchnorm
-    return [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, norms._NormBase)
-        and not isinstance(child, norms._BatchNorm)
-        and child.training
-        and child.track_running_stats
-    ]

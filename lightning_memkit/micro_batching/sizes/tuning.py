@@ -9,10 +9,10 @@ import torch
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.speed import FastestSize
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
-from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 from lightning_memkit.micro_batching.sizes.tuned_sizes import TunedSize, TunedSizes
 from lightning_memkit.utilities.tensors import tensors_of
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from torch.optim import Optimizer
 
-from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics, with_running_averages
+from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics, with_running_averages
 
 _OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
