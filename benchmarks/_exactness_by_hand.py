@@ -8,7 +8,7 @@ scale once it has run: all is rounded on another scale.
 """
 
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,7 @@ def train_by_hand(
     case: Case,
     seed: int,
     dtype: str,
-    size: int,
+    size: int | Callable[[int], int],
     only: Container[int] = range(sys.maxsize),
     *,
     relative: bool = False,
@@ -62,7 +62,7 @@ def train_by_hand(
         case: what is trained.
         seed: of data and weights.
         dtype: in what.
-        size: rows of a part.
+        size: rows of a part, or what gives them for the number of a batch, over all epochs.
         only: the batches, over all epochs, that are taken apart.
         relative: parts are weighed by the first of them, and gradients are brought to scale before the step.
     """
@@ -75,15 +75,18 @@ def train_by_hand(
     return trace if trace.error is None else None  # the cell then stays what it is
 
 
-def _split_by_hand(case: Case, size: int, only: Container[int], relative: bool) -> LightningModule:
+def _split_by_hand(
+    case: Case, size: int | Callable[[int], int], only: Container[int], relative: bool
+) -> LightningModule:
     module = case.module()
     whole, steps = module.training_step, count()
 
     def training_step(batch: Any, batch_idx: int) -> Any:
         vars(module)[_REFERENCE] = 1.0
-        if next(steps) not in only:
+        number = next(steps)
+        if number not in only:
             return whole(batch, batch_idx)
-        parts = list(_parts_of(batch, size))
+        parts = list(_parts_of(batch, size(number) if callable(size) else size))
         same = _SAME_IN_FLOAT32 if case.float32_loss else _SAME
         weights = _weights(module, partial(whole, batch_idx=batch_idx), batch, parts, same)
         if relative:

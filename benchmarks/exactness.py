@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ from benchmarks._exactness_models import PARTS, STATE, Case
 from benchmarks._exactness_runs import MORE_SCALES, Trace, jittered, rescaled, train, unsplit
 from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio
 from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.history import in_force
 
 SIZES: tuple[Any, ...] = (1, 3, "auto")
 # The dtype of each of a step's twelve seeds
@@ -142,7 +143,9 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
             taken = (
                 [size] if isinstance(size, int) else {change.micro_batch_size for change in budget.history}
             )
-            by_hand = _rounded_by_parts(case, seed, dtype, taken, plain, others)
+            by_hand = _rounded_by_parts(
+                case, seed, dtype, [*sorted(taken), *_as_taken(budget)], plain, others
+            )
             verdict = judge(case, dtype, ours, plain, others, by_hand)
             if verdict.where == SPLIT and any(
                 train_by_hand(case, seed, "float32", rows, ours.split_at) is not None for rows in (4, 2, 1)
@@ -151,8 +154,19 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
         yield Cell(case, seed, dtype, size, verdict)
 
 
+def _as_taken(budget: MemoryBudget) -> list[Callable[[int], int]]:
+    """The size of each batch where it changed on the way: one rounding earlier, a sign later may be another."""
+    history = list(budget.history)
+    return [lambda number: in_force(history, number, number).micro_batch_size] if len(history) > 1 else []
+
+
 def _rounded_by_parts(
-    case: Case, seed: int, dtype: str, sizes: Iterable[int], plain: Trace, others: Sequence[Trace]
+    case: Case,
+    seed: int,
+    dtype: str,
+    sizes: Iterable[int | Callable[[int], int]],
+    plain: Trace,
+    others: Sequence[Trace],
 ) -> list[Trace]:
     """The case with its parts of these sizes added up by hand; without those that change its state otherwise, too."""
     if case.truth not in (PARTS, STATE):
@@ -160,7 +174,7 @@ def _rounded_by_parts(
     noise = Noise(dtype, case, plain, others)
     found = (
         train_by_hand(case, seed, dtype, size, relative=relative)
-        for size in sorted(sizes)
+        for size in sizes
         for relative in (False, True)
     )
     return [

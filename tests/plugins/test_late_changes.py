@@ -183,14 +183,37 @@ def writes_to_an_array(net: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
+def averages_unfrozen(net: Any, batch: dict[str, Tensor]) -> Tensor:
+    if net.is_late:
+        with torch.no_grad():
+            for slow, fast in zip(net.teacher.parameters(), net.net.parameters(), strict=True):
+                slow.lerp_(fast, 0.3)
+    with torch.no_grad():
+        wanted = net.teacher(batch["x"])
+    return net.loss(batch) + F.mse_loss(net.net(batch["x"]), wanted)
+
+
 CHANGES = [averages, averages_past_versions, fills_a_queue, writes_to_a_buffer, writes_to_an_array]
 
 
-@pytest.mark.parametrize("step", CHANGES)
-def test_late_state_that_does_not_compose_is_refused_before_it_does_harm(step: Step) -> None:
+class Unfrozen(Net):
+    """As adapters make of a frozen teacher: it would be trained, if its forward had a gradient."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.teacher.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"), [*((step, Net) for step in CHANGES), (averages_unfrozen, Unfrozen)]
+)
+def test_late_state_that_does_not_compose_is_refused_before_it_does_harm(step: Step, kind: type[Net]) -> None:
     kept: list[dict[str, Any]] = []
 
-    class Watched(Net):
+    class Watched(kind):
         def on_train_batch_start(self, *args: Any) -> None:
             kept.append({**copy.deepcopy(dict(self.state_dict())), "scores": self.scores.copy()})
 
@@ -210,10 +233,12 @@ def test_late_state_that_does_not_compose_is_refused_before_it_does_harm(step: S
     assert np.array_equal(seen[0].scores, kept[LATE]["scores"])
 
 
-@pytest.mark.parametrize("step", [counts, *CHANGES])
+@pytest.mark.parametrize(
+    ("step", "kind"), [*((step, Net) for step in (counts, *CHANGES)), (averages_unfrozen, Unfrozen)]
+)
 @pytest.mark.parametrize("fault", [3, 15])
-def test_a_late_change_is_undone_before_a_retry(step: Step, fault: int) -> None:
-    assert_alike(fit(step, 8, fault=fault), fit(step, None))
+def test_a_late_change_is_undone_before_a_retry(step: Step, kind: type[Net], fault: int) -> None:
+    assert_alike(fit(step, 8, kind=kind, fault=fault), fit(step, None, kind=kind))
 
 
 def test_a_counter_of_rare_rows_is_refused() -> None:

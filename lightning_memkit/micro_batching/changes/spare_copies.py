@@ -14,7 +14,9 @@ from lightning_memkit.micro_batching.changes.alike import BITS
 
 _COMPARED_BYTES = 2**14  # of a tensor on the host, whose values are compared in every step
 _MOST_COMPARED = 256  # tensors
-_MOST_COPIES = 3  # of one tensor, which something outside of the step changes
+_MOST_COPIES = (
+    3  # of one tensor, which something outside of the step changes: the optimizer, if it is trained
+)
 
 
 @dataclass(kw_only=True)
@@ -36,7 +38,10 @@ class _ArrayCopy:
 
 
 class SpareCopies:
-    """Copies on the host of tensors that are not trained; each costs its bytes once, and no time in further steps.
+    """Copies on the host of tensors that stay as they are; each costs its bytes once, and no time in further steps.
+
+    What is trained changes in every step, and is given up after a few. A parameter that gets no gradient, such as a
+    teacher's that nobody has frozen, stays.
 
     Args:
         most_bytes: of all copies together.
@@ -48,8 +53,8 @@ class SpareCopies:
         self._arrays: dict[int, _ArrayCopy] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """A copy of a tensor's values of now; None where it is trained, too large, or often changed otherwise."""
-        if tensor.requires_grad or tensor.is_inference() or is_traceable_wrapper_subclass(tensor):
+        """A copy of a tensor's values of now; None where it is too large, or often changed."""
+        if tensor.is_inference() or is_traceable_wrapper_subclass(tensor):
             return None
         if tensor.layout is not torch.strided or tensor.is_meta or storage_is_freed(tensor):
             return None
@@ -71,6 +76,8 @@ class SpareCopies:
             entry.copies += 1
             entry.address, entry.version = tensor.data_ptr(), tensor._version
             self._fill(entry, tensor)
+            if entry.copy is None:
+                self._left += tensor.nbytes
         return entry.copy
 
     def _fill(self, entry: _TensorCopy, tensor: Tensor) -> None:
