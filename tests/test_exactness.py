@@ -130,6 +130,19 @@ def test_rounding_by_parts_is_asked_for_in_the_sizes_that_auto_has_taken() -> No
     assert cell.verdict.outcome == EQUAL, cell.verdict
 
 
+def test_parts_by_hand_follow_sizes_that_change_on_the_way() -> None:
+    """An earlier rounding in other parts turns a sign later."""
+    case, seed = BY_NAME["causal_float32"], 203
+    ends = []
+    for size in (3, lambda number: 3, lambda number: 3 if number < 2 else 2, 2):
+        trace = train_by_hand(case, seed, "bf16-mixed", size)
+        assert trace is not None
+        ends.append(torch.cat([value.flatten() for value in trace.weights[-1].values()]))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[2], ends[0])
+    assert not torch.equal(ends[2], ends[3])
+
+
 def test_rounding_on_the_scale_of_the_first_part_is_told_from_wrong_weights() -> None:
     """An element of AdamW's first step, .07 of what the adapter moves: right weights on that scale give the same."""
     case, seed, dtype = BY_NAME["rare_positives"], 309, "lora"
@@ -274,6 +287,7 @@ FOUND_DRAWN = [
     (1, "drawn_1061", 103, "pure-bf16", 3),  # a parameter that comes back to where it began
     (1, "drawn_1042", 108, "float64", 3),  # a count kept from zero by 1e-6: that is none
     (1, "drawn_1031", 100, "float64", 1),
+    (1, "drawn_1032", 100, "float64", 3),  # new terms beside rows that count nothing, and a counter
     (3, "drawn_3031", 303, "pure-bf16", 1),  # a loss of few rows, whose weights were rounded part by part
 ]
 

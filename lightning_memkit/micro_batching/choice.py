@@ -23,13 +23,7 @@ from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of
 from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
 from lightning_memkit.micro_batching.repeats import is_only_repeated
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares.foreseen import (
-    ForeseenWronglyError,
-    NewFunctionsError,
-    StateChangedError,
-    UnequalDrawsError,
-    UnknownTotalsError,
-)
+from lightning_memkit.micro_batching.shares import foreseen as mistakes
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
@@ -179,7 +173,7 @@ class PartsChoice:
         else:
             self._check(splits=partition.micro_batch_size < total and not partition.held)
 
-    def reconsider(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None:
+    def reconsider(self, step: Step, error: mistakes.ForeseenWronglyError, *, last: bool) -> None:
         """Draw the consequence of a batch whose loss was not the one that was proven, before the batch runs again.
 
         Args:
@@ -203,7 +197,7 @@ class PartsChoice:
             return
         if is_only_repeated(step, error, partition, self._window):
             return
-        if isinstance(error, UnknownTotalsError):
+        if isinstance(error, mistakes.UnknownTotalsError):
             self._window.check(self.weighing.rules, is_unlike=True)
             partition.survey_each_batch()
             return
@@ -211,19 +205,22 @@ class PartsChoice:
             partition.fit(misfit)
             return
         verdict = verdicts.shown_by(error)
-        if isinstance(error, UnequalDrawsError):
+        if isinstance(error, mistakes.UnequalDrawsError):
             weighing.unproven = verdicts.DRAWS_BY_ROWS
             self._take_over(step)
         elif verdict is not None:
             weighing.refuse(verdict)
             self._take_over(step)
-        elif isinstance(error, StateChangedError):
+        elif isinstance(error, mistakes.StateChangedError):
             look_again(step, error, weighing, self._trials, partition.micro_batch_size)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
-            if isinstance(error, NewFunctionsError):
+            if isinstance(error, mistakes.NewFunctionsError):
                 weighing.head |= error.edges  # some rows may not show them: ask once
+            probes = weighing.probes
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
+            # Rows that count nothing tell nothing of a loss that earlier batches haven't shown.
+            weighing.skipped |= type(error) is mistakes.UnforeseenLossError and weighing.probes == probes
             self._take_over(step)
         if self._mismatch:
             self.sizing = self._sized(step, None)
