@@ -235,10 +235,11 @@ class _CopiedValues:
                 self._joined.append((group, room.joined(group)))
 
     def write_back(self) -> None:
-        for tensor, values in self._apart:
-            tensor.copy_(values)
-        for tensors, values in self._joined:
-            torch._foreach_copy_(tensors, _unflatten_dense_tensors(values, tensors))
+        with torch.no_grad():  # an optimizer's own attributes may hold parameters that it does not step
+            for tensor, values in self._apart:
+                tensor.copy_(values)
+            for tensors, values in self._joined:
+                torch._foreach_copy_(tensors, _unflatten_dense_tensors(values, tensors))
 
 
 class Room:

@@ -120,3 +120,19 @@ def test_plain_optimizers_are_rolled_back_too():
     run([parameter], optimizer, [1])
     restore_snapshot(optimizer, snapshot)
     assert_same_bits(before, all_tensors(optimizer))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parameters_that_an_optimizer_holds_beside_its_own_are_restored(count):
+    """A teacher's, say, which take gradients and are in no group."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.teacher = [torch.nn.Parameter(torch.full((4,), float(index))) for index in range(count)]
+    snapshot = take_snapshot(optimizer)
+    with torch.no_grad():
+        for index, parameter in enumerate(optimizer.teacher):
+            parameter.fill_(7.0 + index)
+    restore_snapshot(optimizer, snapshot)
+    for index, parameter in enumerate(optimizer.teacher):
+        assert torch.equal(parameter, torch.full((4,), float(index)))
+        assert parameter.requires_grad
