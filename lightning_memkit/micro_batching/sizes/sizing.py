@@ -181,11 +181,12 @@ class _Peaks:
         Raises:
             StepFailedError: the step does not run on so few samples, on this rank or another.
         """
-        step = self._step
-        rows = size
+        step, rows = self._step, size
         if self.chunks is not None:
             self.chunks.resize(size)
-            rows, self._trials.zeroes = self._total, step.run.batches_a_step == 1
+            rows = self._total
+            is_only = step.run.batches_a_step == 1
+            self._trials.zeroes = is_only and step.run.zeroes_gradients(step.optimizer)
         step.run.set_gradient_parts(-(-self._total // rows))
         part = step.run.worst_batch(step.batch, rows)
         held = [*self._states, *tensors_of(step.batch)]
@@ -194,6 +195,7 @@ class _Peaks:
             self.of_part_here = self._trials.peak_of(step, part, held, limit)
         except StepFailedError as error:
             failure = error
+        self._trials.zeroes = False
         if any_rank(step.run, failure is not None):
             self.fewest = max(self.fewest, size + 1)
             raise failure or StepFailedError(RuntimeError("another rank's step failed"), skipped=False)
