@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -126,7 +128,7 @@ def test_plain_optimizers_are_rolled_back_too():
 def test_parameters_that_an_optimizer_holds_beside_its_own_are_restored(count):
     """A teacher's, say, which take gradients and are in no group."""
     weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer: Any = torch.optim.SGD([weight], lr=0.1)
     optimizer.teacher = [torch.nn.Parameter(torch.full((4,), float(index))) for index in range(count)]
     snapshot = take_snapshot(optimizer)
     with torch.no_grad():
