@@ -1,4 +1,4 @@
-"""Run by torchrun in test_example_multi_gpu.py: `all_offloaded.yaml` on ranks whose device is "fake"."""
+"""Run on ranks by test_example_multi_gpu.py: `all_offloaded.yaml` on ranks whose device is "fake"."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_package.py: strategies beside other plugins, trained, and resumed from a checkpoint."""
+"""Run on ranks by test_package.py: strategies beside other plugins, trained, and resumed from a checkpoint."""
 
 import json
 import sys

@@ -47,7 +47,6 @@ def check_options(
     weigh_by: object,
     headroom: float,
     enforce: str,
-    within: str,
 ) -> None:
     """Check the arguments of a `MemoryBudget`.
 
@@ -70,10 +69,21 @@ def check_options(
         raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
     if enforce not in get_args(Enforce):
         raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')
+
+
+def check_within(
+    within: str, weigh_by: object, effective_batch_size: int | None, split: Splitter | None
+) -> None:
+    """Check what a `MemoryBudget` is to split, beside arguments that only splitting a batch gives a meaning.
+
+    Raises:
+        ValueError: `within` is unknown, or it rules out another argument.
+    """
     if within not in get_args(Within):
         raise ValueError(f"within={within!r} must be one of {', '.join(get_args(Within))}.")
-    if within == "modules" and (weigh_by != "auto" or effective_batch_size is not None):
+    if within == "modules" and (weigh_by != "auto" or effective_batch_size is not None or split is not None):
         raise ValueError(
             f'within="modules" never splits a batch, and weigh_by={weigh_by!r}, effective_batch_size='
-            f'{effective_batch_size} say how micro-batches add up: leave them out, or write within="auto".'
+            f"{effective_batch_size} and split={split!r} say how it is split: leave them out, or write "
+            'within="auto".'
         )

@@ -224,15 +224,15 @@ class Recovery:
         self._put_back(step, point)
         free_memory()
         partition = self._runner.partition
-        was = partition.chunk_rows
+        was = f", {self._runner.chunks}" if partition.chunk_rows is not None else ""
         failed = self._shrink(step, failure)
         of, into = f"a micro-batch of {failed}", f"in micro-batches of {partition.micro_batch_size}"
         if partition.keeps_whole or partition.unsplittable:
             of, into = "the whole batch", "whole"
-        if was is not None:
-            of += f", {self._runner.chunks} in chunks of {was}"
         if partition.chunk_rows is not None:
-            into += f", {self._runner.chunks} in chunks of {partition.chunk_rows}"
+            self._runner.chunks.resize(partition.chunk_rows)
+            into += f", {self._runner.chunks}"
+        of += was
         step.run.info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} with {of}; the state before "
             f"the step is restored, and the batch is retried {into} ({failure})"

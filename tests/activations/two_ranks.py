@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks.py: two ranks with every policy, under DDP, FSDP2 and tensor parallelism."""
+"""Run on ranks by test_two_ranks.py: two ranks with every policy, under DDP, FSDP2 and tensor parallelism."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_resharded.py: FSDP2 saved on some ranks, loaded and resumed on others, all with one batch.
+"""Run on ranks by test_resharded.py: FSDP2 saved on some ranks, loaded and resumed on others, all with one batch.
 
 Every rank reads the same rows. A mean over 1, 2 or 4 equal gradients is exact, so that the numbers have to be the same
 bit for bit on any of them.

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_checkpoints_of_a224f13.py: resumes from the checkpoints of two ranks."""
+"""Run on ranks by test_checkpoints_of_a224f13.py: resumes from the checkpoints of two ranks."""
 
 import sys
 from pathlib import Path

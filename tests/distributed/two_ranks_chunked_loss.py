@@ -1,4 +1,4 @@
-"""Run by torchrun in test_chunked_loss.py: DDP and FSDP2 with lazy logits against one process without them."""
+"""Run on ranks by test_chunked_loss.py: DDP and FSDP2 with lazy logits against one process without them."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Run by torchrun in plugins/test_contamination.py: rank 0's rows hold documents, rank 1's one document each."""
+"""Run on ranks by plugins/test_contamination.py: rank 0's rows hold documents, rank 1's one document each."""
 
 import sys
 from typing import Any

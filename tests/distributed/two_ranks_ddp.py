@@ -1,4 +1,4 @@
-"""Run by torchrun in test_ddp.py: averages gradients after the backward and by DDP itself, on two ranks."""
+"""Run on ranks by test_ddp.py: averages gradients after the backward and by DDP itself, on two ranks."""
 
 import sys
 from typing import Any

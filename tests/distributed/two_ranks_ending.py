@@ -1,4 +1,4 @@
-"""Run by torchrun in test_agreement.py: rank 1 ends within a step; rank 0 writes what it was told."""
+"""Run on ranks by test_agreement.py: rank 1 ends within a step; rank 0 writes what it was told."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_fsdp2.py: a sharded step that runs out of memory at every allocation in turn."""
+"""Run on ranks by test_fsdp2.py: a sharded step that runs out of memory at every allocation in turn."""
 
 import signal
 import sys

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-"""Run by torchrun in test_offload.py: steps of DDP and FSDP2 with activations offloaded, the host as the device.
+"""Run on ranks by test_offload.py: steps of DDP and FSDP2 with activations offloaded, the host as the device.
 
 Then trainers with the strategies of memkit, on ranks whose device is "fake".
 """

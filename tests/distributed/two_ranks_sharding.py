@@ -1,4 +1,4 @@
-"""Run by torchrun in test_sharding.py: a net of blocks, sharded and stepped on two ranks."""
+"""Run on ranks by test_sharding.py: a net of blocks, sharded and stepped on two ranks."""
 
 import sys
 import warnings

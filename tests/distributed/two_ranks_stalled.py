@@ -1,4 +1,4 @@
-"""Run by torchrun in test_agreement.py: groups and their timeouts, then a rank that does not come to a meeting."""
+"""Run on ranks by test_agreement.py: groups and their timeouts, then a rank that does not come to a meeting."""
 
 import os
 import sys

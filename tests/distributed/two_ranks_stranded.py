@@ -1,4 +1,4 @@
-"""Run by torchrun in test_fsdp2.py: a sharded rank that can't catch up with its peers; what each rank was told."""
+"""Run on ranks by test_fsdp2.py: a sharded rank that can't catch up with its peers; what each rank was told."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 # pyright: reportAttributeAccessIssue=false
-"""Run by torchrun in test_weights.py: shards get their values from files, and from initialisers."""
+"""Run on ranks by test_weights.py: shards get their values from files, and from initialisers."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_cards.py: MemoryBudget on two cards, one of which runs out of memory alone."""
+"""Run on ranks by test_two_cards.py: MemoryBudget on two cards, one of which runs out of memory alone."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_zero1.py: ZeRO-1 with 8-bit states, over equal layers, from float32 files, with averages."""
+"""Run on ranks by test_zero1.py: ZeRO-1 with 8-bit states, over equal layers, from float32 files, with averages."""
 
 import os
 import sys

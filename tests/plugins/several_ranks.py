@@ -1,4 +1,4 @@
-"""Run by torchrun in test_several_ranks.py: a module that knows nothing of ranks, trained by some of them."""
+"""Run on ranks by test_several_ranks.py: a module that knows nothing of ranks, trained by some of them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training with the callback against training without it; run by torchrun, this file is its own two-rank job."""
+"""Training with the callback against training without it; run on ranks, this file is its own job of two."""
 
 import os
 import re

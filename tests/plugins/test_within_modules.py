@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memkit import MemoryBudget
+from lightning_memkit import MemoryBudget, NoEffectWarning
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.noise import NOISE
@@ -43,17 +43,16 @@ def vicreg(one: Tensor, other: Tensor) -> Tensor:
 class Pairs(LightningModule):
     """Two towers under one loss; counts its steps."""
 
-    def __init__(self, loss: Loss = clip, dropout: float = 0.0) -> None:
+    def __init__(self, loss: Loss = clip) -> None:
         super().__init__()
         self.first, self.second = tower(), tower()
-        self.dropout = nn.Dropout(dropout)
         self.loss = loss
         self.steps, self.rows = 0, list[int]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         self.steps += 1
         self.rows.append(len(batch["x"]))
-        loss = self.loss(self.first(self.dropout(batch["x"])), self.second(batch["y"]))
+        loss = self.loss(self.first(batch["x"]), self.second(batch["y"]))
         self.log("loss", loss)
         return {"loss": loss, "rows": len(batch["x"])}
 
@@ -126,27 +125,37 @@ def test_within_the_step_it_is_refused_as_before() -> None:
         run(MemoryBudget(BUDGET, within="step"))
 
 
-def test_nothing_to_chunk_is_said() -> None:
-    class Normalized(Pairs):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(
-                *(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(20))
-            )
-            self.second = nn.Sequential(
-                *(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(20))
-            )
+def test_a_chunk_that_does_not_fit_is_called_one() -> None:
+    with pytest.raises(BudgetError, match="The whole batch with modules in chunks of 1 row needs"):
+        run(MemoryBudget("760KiB"))
 
-    warns = pytest.warns(UserWarning, match="normalize with statistics")
-    with warns, pytest.raises(BudgetError, match="No module in it treats its rows independently"):
-        trained(MemoryBudget(BUDGET), module=Normalized, data=rows(torch.float32), max_steps=2)
+
+class Normalized(Pairs):
+    """No module in it treats rows alone, but for single layers, whose chunks would free nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("first", "second"):
+            layers = [layer for _ in range(20) for layer in (nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))]
+            setattr(self, name, nn.Sequential(*layers))
+
+
+@pytest.mark.filterwarnings("ignore:.*normalize with statistics")
+def test_nothing_to_chunk_is_said() -> None:
+    options = {"module": Normalized, "data": rows(torch.float32), "max_steps": 2}
+    with pytest.raises(BudgetError, match="No module in it treats its rows independently"):
+        trained(MemoryBudget(BUDGET), **options)
+    with pytest.warns(
+        NoEffectWarning, match="micro_batch_size=3 has no effect, and batches run whole. No module"
+    ):
+        trained(MemoryBudget("64MiB", within="modules", micro_batch_size=3), **options)
 
 
 class Fails(MemoryBudget):
     """Fails one allocation of batch 2's step."""
 
-    def __init__(self, fail_at: int, budget: str = BUDGET, **options: Any) -> None:
-        super().__init__(budget, **options)
+    def __init__(self, fail_at: int) -> None:
+        super().__init__(BUDGET)
         self.meter = ByteMeter(fail_at=fail_at)
 
     def drive(self, step: Any, optimize: Any) -> Any:
@@ -193,7 +202,7 @@ def test_an_allocation_that_fails_anywhere_is_retried_in_smaller_chunks() -> Non
 
 def test_a_batch_that_ran_whole_until_it_ran_out_of_memory_goes_on_in_chunks() -> None:
     plain, _ = run()
-    budget = Fails(40, "64MiB")
+    budget = MemoryBudget("64MiB")
     fails = iter([40, 60])
 
     def drive(step: Any, optimize: Any) -> Any:
@@ -228,7 +237,13 @@ def test_a_resumed_run_goes_on_in_the_same_chunks(tmp_path: Path) -> None:
     assert budget.sizing is not None
     assert budget.sizing.chunk_rows is not None
     assert len(budget.sizing.trials) == 1
-    assert float((found - resumed(lambda: [], [])).abs().max()) <= 1e-11
+    expected = resumed(lambda: [], [])
+    assert float((found - expected).abs().max()) <= 1e-11
+    budget = MemoryBudget("64MiB", within="step")
+    whole = resumed(lambda: [MemoryBudget(BUDGET)], [budget])
+    assert budget.sizing is not None
+    assert budget.sizing.chunk_rows is None
+    assert float((whole - expected).abs().max()) <= 1e-11
 
 
 def test_evaluation_runs_the_modules_as_they_are() -> None:
@@ -246,6 +261,7 @@ def test_evaluation_runs_the_modules_as_they_are() -> None:
         ({"within": "module"}, "within='module' must be one of auto, step, modules"),
         ({"within": "modules", "weigh_by": "labels"}, 'within="modules" never splits a batch'),
         ({"within": "modules", "effective_batch_size": 64}, 'within="modules" never splits a batch'),
+        ({"within": "modules", "split": torch.split}, 'within="modules" never splits a batch'),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

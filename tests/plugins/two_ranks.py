@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks.py: trains taggers on two ranks and saves rank 0's weights."""
+"""Run on ranks by test_two_ranks.py: trains taggers on two ranks and saves rank 0's weights."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks_checkpoints.py: saves whole and sharded checkpoints, resumes, consolidates."""
+"""Run on ranks by test_two_ranks_checkpoints.py: saves whole and sharded checkpoints, resumes, consolidates."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks_evaluation.py: evaluates on two ranks, whole and in parts; saves all results.
+"""Run on ranks by test_two_ranks_evaluation.py: evaluates on two ranks, whole and in parts; saves all results.
 
 A case's fault is one rank's: it runs out of memory in one batch, wherever a part holds more than four samples.
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_initial_weights.py: modules start from weights in files, on two ranks."""
+"""Run on ranks by test_initial_weights.py: modules start from weights in files, on two ranks."""
 
 import os
 import sys

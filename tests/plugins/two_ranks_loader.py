@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks_loader.py: two ranks whose loaders and steps take different times."""
+"""Run on ranks by test_two_ranks_loader.py: two ranks whose loaders and steps take different times."""
 
 import json
 import os

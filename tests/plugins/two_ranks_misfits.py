@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks_misfits.py: one rank's batch can't be split where the other's has another loss."""
+"""Run on ranks by test_two_ranks_misfits.py: one rank's batch can't be split where the other's has another loss."""
 
 import sys
 import warnings

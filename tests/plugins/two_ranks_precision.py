@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks_precision.py: trains in pure bfloat16 on two ranks, saves what came out."""
+"""Run on ranks by test_two_ranks_precision.py: trains in pure bfloat16 on two ranks, saves what came out."""
 
 import sys
 import zlib

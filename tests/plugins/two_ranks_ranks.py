@@ -1,4 +1,4 @@
-"""Run by torchrun in test_ranks.py: steps of two ranks that run out of memory at every allocation in turn."""
+"""Run on ranks by test_ranks.py: steps of two ranks that run out of memory at every allocation in turn."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks_tuning.py: both ranks tune by clocks of their own, then again from the cache."""
+"""Run on ranks by test_two_ranks_tuning.py: both ranks tune by clocks of their own, then again from the cache."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_sharded_writing.py: threads write folders while two ranks train, and fail."""
+"""Run on ranks by test_sharded_writing.py: threads write folders while two ranks train, and fail."""
 
 import sys
 import threading

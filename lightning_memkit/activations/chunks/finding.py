@@ -1,5 +1,6 @@
 """Finds the largest modules of a step that treat rows, or tokens, independently, by asking them."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,13 +42,16 @@ class _Seen:
     saved: Storages = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)  # data pointers of its arguments and outputs
     output_bytes: int = 0
+    communicates: bool = False
 
     @property
     def freed_bytes(self) -> int:
         return sum(size for pointer, size in self.saved.items() if pointer not in self.kept)
 
 
-def find_chunkable(module: nn.Module, step: Callable[[], Any], axis: AxisName) -> list[ChunkableModule]:
+def find_chunkable(
+    module: nn.Module, step: Callable[[], Any], axis: AxisName, issued: Callable[[], int | None] = lambda: 0
+) -> list[ChunkableModule]:
     """The outermost modules whose rows (or tokens) don't act on each other, and whose chunks would free memory.
 
     Costs one forward of the step, and about eight small ones of each module on the way down to those that are found.
@@ -58,12 +62,14 @@ def find_chunkable(module: nn.Module, step: Callable[[], Any], axis: AxisName) -
         module: its submodules are asked, from the outside in.
         step: one forward over a few different rows, with gradient; what it changes besides is the caller's.
         axis: `"rows"` or `"tokens"`.
+        issued: how many collectives this rank has issued so far, None if that is unknown. A module that issues some is
+            not asked, nor chunked: ranks might do so unequally often.
 
     Returns:
         The modules in the order of `named_modules`; none lies within another.
     """
     seen = {id(part): _Seen() for part in module.modules()}
-    with _watched(module, seen):
+    with _watched(module, seen, issued):
         step()
     return list(_asked(module, "", seen, axis))
 
@@ -75,7 +81,7 @@ def _asked(
         path, found = f"{prefix}{name}", seen[id(child)]
         if found.call is not None and found.freed_bytes <= found.output_bytes:
             continue  # nor is there more within it
-        if found.call is not None and _is_independent(child, found.call, axis):
+        if found.call is not None and not found.communicates and _is_independent(child, found.call, axis):
             yield ChunkableModule(path, child, found.freed_bytes)
         else:
             yield from _asked(child, f"{path}.", seen, axis)
@@ -83,7 +89,7 @@ def _asked(
 
 def _is_independent(module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], name: AxisName) -> bool:
     leaves, structure = paths_and_leaves(*given)
-    axis = find_axis(name, 1, leaves)
+    axis = find_axis(name, sys.maxsize, leaves)  # as many as the check asks at most
     if axis is None or axis.count < 2:
         return False
     call = ChunkedCall(
@@ -96,9 +102,10 @@ def _is_independent(module: nn.Module, given: tuple[tuple[Any, ...], dict[str, A
 
 
 @contextmanager
-def _watched(root: nn.Module, seen: dict[int, _Seen]) -> Iterator[None]:
+def _watched(root: nn.Module, seen: dict[int, _Seen], issued: Callable[[], int | None]) -> Iterator[None]:
     """Note the calls of all submodules, and what is saved within each."""
     running: list[_Seen] = []
+    before: list[int | None] = []
     weights = {one.untyped_storage().data_ptr() for one in (*root.parameters(), *root.buffers())}
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,9 +114,11 @@ def _watched(root: nn.Module, seen: dict[int, _Seen]) -> Iterator[None]:
             note.call = (args, kwargs)
         note.kept |= {_pointer(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         running.append(note)
+        before.append(issued())
 
     def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        note = running.pop()
+        note, count = running.pop(), before.pop()
+        note.communicates |= count is None or issued() != count
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         note.kept |= set(map(_pointer, tensors))
         note.output_bytes += sum(one.nbytes for one in tensors)

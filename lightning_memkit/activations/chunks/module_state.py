@@ -1,27 +1,32 @@
 """Notes what a module's forward may write besides its outputs, and puts it back."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 _OWN = ("_parameters", "_buffers", "_modules")
+_DEEPEST = 3  # containers within containers
+_LIBRARIES = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_memkit")
 
 
 class ModuleState:
-    """The buffers and attributes of a module and of all within it.
+    """The buffers and attributes of a module and of all within it, with what they hold.
 
-    Objects of other kinds are known by identity: what a forward changes within them isn't seen.
+    Lists, dicts, sets, deques, arrays and plain objects are looked into, a few levels deep; what objects of torch and
+    Lightning hold is not.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._tables = [(name, part, dict(vars(part))) for name, part in module.named_modules()]
         self._buffers = [(part, dict(part._buffers)) for part in module.modules()]
         self._values = [(tensor, tensor.detach().clone()) for tensor in module.buffers()]
-        self._lists = [(value, list(value)) for value in self._held() if isinstance(value, list)]
-        self._dicts = [(value, dict(value)) for value in self._held() if isinstance(value, dict)]
+        held = (value for _, _, table in self._tables for name, value in table.items() if name not in _OWN)
+        self._containers = {id(one): (one, _copied(one)) for value in held for one in _containers_in(value)}
         self._marks = self._now()
 
     def changed(self) -> str:
@@ -38,25 +43,19 @@ class ModuleState:
         for tensor, value in self._values:
             if not tensor.equal(value):
                 tensor.copy_(value)
-        for kept, items in self._lists:
-            kept[:] = items
-        for kept, items in self._dicts:
-            kept.clear()
-            kept.update(items)
+        for container, items in self._containers.values():
+            _put_back(container, items)
         for _, part, table in self._tables:
             vars(part).clear()
             vars(part).update(table)
-
-    def _held(self) -> Iterator[Any]:
-        for _, _, table in self._tables:
-            yield from (value for name, value in table.items() if name not in _OWN)
 
     def _now(self) -> dict[str, Any]:
         marks = {}
         for name, part, _ in self._tables:
             values = {**part._buffers, **{key: value for key, value in vars(part).items() if key not in _OWN}}
             for key, value in values.items():
-                marks[f"{name}.{key}" if name else key] = _mark(value)
+                within = tuple(_contents(one) for one in _containers_in(value))
+                marks[f"{name}.{key}" if name else key] = _mark(value), within
         return marks
 
 
@@ -94,14 +93,71 @@ def wider_dtypes(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
             table.update(tensors)
 
 
+def _containers_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What can change without being another object: the value if it is one, and those that it holds."""
+    if depth > _DEEPEST:
+        return
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, (list, deque, set, dict)) or _is_plain(value):
+        yield value
+        items = value if isinstance(value, (list, deque, set)) else _table_of(value).values()
+        for item in list(items):
+            yield from _containers_in(item, depth + 1)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _containers_in(item, depth + 1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of a user's class, whose attributes are its state."""
+    kind = type(value)
+    if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _table_of(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else vars(value)
+
+
+def _copied(container: Any) -> Any:
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    return list(container) if isinstance(container, (list, deque, set)) else dict(_table_of(container))
+
+
+def _put_back(container: Any, items: Any) -> None:
+    if isinstance(container, np.ndarray):
+        container[...] = items
+    elif isinstance(container, list):
+        container[:] = items
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(items)
+    else:
+        table = container if isinstance(container, set) else _table_of(container)
+        table.clear()
+        table.update(items)
+
+
+def _contents(container: Any) -> Any:
+    """What is equal as long as the container holds the same."""
+    if isinstance(container, np.ndarray):
+        return container.shape, container.tobytes()
+    if isinstance(container, (list, deque)):
+        return [_mark(item) for item in container]
+    if isinstance(container, set):
+        return {_mark(item) for item in container}
+    return [(_mark(key), _mark(item)) for key, item in _table_of(container).items()]
+
+
 def _mark(value: Any) -> Any:
-    """What is equal as long as a value is."""
+    """What is equal as long as a value is the same object, of the same version, or the same number or text."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, (int, float, complex, str, bytes)):
         return type(value), repr(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return id(value), len(value), tuple(map(id, value))
-    if isinstance(value, dict):
-        return id(value), tuple((id(key), id(one)) for key, one in value.items())
+    if isinstance(value, (tuple, frozenset)):
+        return type(value), tuple(map(_mark, value))
     return id(value)

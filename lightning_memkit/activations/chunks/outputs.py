@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_memkit.activations.chunks.axes import ChunkAxis, Ranges
@@ -74,4 +73,4 @@ class JoinedOutputs:
         for axis, dim, ratio in zip(self._axes, place.dims, place.ratios, strict=True):
             if dim is not None:
                 shape[dim] = axis.count * ratio
-        return torch.empty(shape, dtype=one.dtype, device=one.device)
+        return one.new_empty(shape)

@@ -14,9 +14,8 @@ from lightning_memkit.micro_batching.changes.alike import BITS
 
 _COMPARED_BYTES = 2**14  # of a tensor on the host, whose values are compared in every step
 _MOST_COMPARED = 256  # tensors
-_MOST_COPIES = (
-    3  # of one tensor, which something outside of the step changes: the optimizer, if it is trained
-)
+# Of one tensor, which something outside of the step changes: the optimizer, if it is trained.
+_MOST_COPIES = 3
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memkit.activations.chunks.finding import find_chunkable
 from lightning_memkit.activations.chunks.forwards import ChunkedForwards, ChunkSizes
+from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.patching import Undo
 
@@ -36,10 +38,17 @@ class ModuleChunks:
     def __str__(self) -> str:
         names = self.names or ()
         shown = ", ".join(names[:3])
-        return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+        shown = f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+        rows = self._sizes.rows
+        return shown if rows is None else f"{shown} in chunks of {rows} {'row' if rows == 1 else 'rows'}"
 
     def find(self, step: Step, trials: "Trials") -> bool:
-        """Find the modules by trials on a few rows, and patch them; whether there are any. All ranks must call it."""
+        """Find the modules by trials on a few rows, and patch them; whether there are any. All ranks must call it.
+
+        None are looked for where ranks communicate in each forward (FSDP2): what one rank asks, all would have to.
+        """
+        if self.names is None and self._run.meets_in_every_micro_batch:
+            self.names = ()
         if self.names is None:
             found, part = self._found(step, trials)
             self.names = self._run.of_first_rank(lambda: found)
@@ -50,7 +59,7 @@ class ModuleChunks:
             # The first call in chunks asks each module once more, and DDP makes its buckets anew in the second forward
             # after a backward: here, and not within a trial that measures.
             self.resize(1)
-            for _ in range(2):
+            for _ in range(2 if self.names else 0):
                 with suppress(Exception), trials.no_trace(step, part, seen=True):
                     trials.run(step, part)
             self.resize(None)
@@ -74,8 +83,9 @@ class ModuleChunks:
             found: tuple[str, ...] = ()
             asked = partial(self._run_rows, step, part)
             with suppress(Exception), trials.no_trace(step, part, seen=True):
-                found = tuple(one.name for one in find_chunkable(self._run.module, asked, "rows"))
-            if found:
+                modules = find_chunkable(self._run.module, asked, "rows", collectives_issued)
+                found = tuple(one.name for one in modules)
+            if any_rank(self._run, bool(found)):  # the same number of steps on each
                 return found, part
         return (), part
 

@@ -126,6 +126,7 @@ def choose_size(
             needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
             predicted = "" if foreseen is None else foreseen.remedy
             size = min(peaks.least if given == "auto" else given, total)
+            needs = replace(needs, in_chunks=chunks is not None)
             raise BudgetError(shortfall(needs, size, usable, options.headroom, predicted))
         sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
         if chunks is None and given == "auto" and sizing.candidates == ():

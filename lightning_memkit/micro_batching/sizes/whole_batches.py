@@ -1,5 +1,6 @@
 """Make room for batches that can't be split: as they are where that fits, else with modules in chunks of rows."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_memkit.micro_batching.proof.verdicts import without_remedy
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class WholeBatches:
@@ -46,30 +48,51 @@ class WholeBatches:
         Raises:
             BudgetError: it fits in neither way.
         """
-        partition, failure = self._runner.partition, ""
+        partition = self._runner.partition
         is_given = self._options.within == "modules" and self._options.micro_batch_size != "auto"
-        if partition.chunk_rows is None and not self._resumed.get("chunk_rows") and not is_given:
-            try:
-                return self._known.given(step, batch_size(step.batch))
-            except BudgetError as error:
-                failure = f" Whole it does not fit: {error}"
-        if not self._find(step):
-            none = "" if self._options.within == "step" else " No module in it treats its rows independently."
-            raise BudgetError(f"{mismatch}{failure}{none}")
-        chunks = self._runner.chunks
+        had = partition.chunk_rows is not None or bool(self._resumed.get("chunk_rows"))
+        if (had or is_given) and self._find(step):
+            return self._in_chunks(step, mismatch)
+        try:
+            sizing = self._known.given(step, batch_size(step.batch))
+        except BudgetError as error:
+            if self._find(step):
+                return self._in_chunks(step, mismatch)
+            raise BudgetError(f"{mismatch} Whole it does not fit: {error}{self._why_none(step)}") from None
+        if is_given:
+            warnings.warn(
+                f"micro_batch_size={self._options.micro_batch_size} has no effect, and batches run whole."
+                f"{self._why_none(step)}",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        return sizing
+
+    def _in_chunks(self, step: Step, mismatch: str) -> Sizing:
+        """The rows of a chunk, as known or the most that fit."""
+        partition, chunks = self._runner.partition, self._runner.chunks
         try:
             sizing = self._known.chunks(step, chunks, partition.chunk_rows)
         except BudgetError as error:
-            raise BudgetError(
-                f"{mismatch} Whole it does not fit, nor with {chunks} in chunks: {error}"
-            ) from None
+            raise BudgetError(f"{mismatch} Whole it does not fit: {error}") from None
         if sizing.chunk_rows != partition.chunk_rows:
             partition.run_in_chunks(sizing.chunk_rows)
+            chunks.resize(sizing.chunk_rows)
             step.run.info(
-                f"MemoryBudget: batches run whole, {chunks} in chunks of {sizing.chunk_rows} rows, recomputed in the "
-                f"backward. {without_remedy(mismatch)}"
+                f"MemoryBudget: batches run whole, {chunks}, recomputed in the backward. {without_remedy(mismatch)}"
             )
         return sizing
+
+    def _why_none(self, step: Step) -> str:
+        """Why no modules run in chunks."""
+        if self._options.within == "step":
+            return ""
+        if step.run.meets_in_every_micro_batch:
+            return (
+                " Modules that run in chunks are not looked for where ranks communicate in each forward: call "
+                "checkpoint_chunks on the sharded modules."
+            )
+        return " No module in it treats its rows independently."
 
     def rescue(self, step: Step) -> bool:
         """After a whole batch ran out of memory: run modules in chunks of half its rows; False if there are none."""

@@ -18,7 +18,13 @@ from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.engine import Engine, Record
 from lightning_memkit.micro_batching.evaluation.engine import Observer
 from lightning_memkit.micro_batching.history import PartsChange
-from lightning_memkit.micro_batching.options import BudgetOptions, Enforce, Within, check_options
+from lightning_memkit.micro_batching.options import (
+    BudgetOptions,
+    Enforce,
+    Within,
+    check_options,
+    check_within,
+)
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
@@ -89,7 +95,8 @@ class MemoryBudget(LeavesRunBehind, Callback):
         within: Within = "auto",
     ) -> None:
         check_budget(budget)
-        check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce, within)
+        check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
+        check_within(within, weigh_by, effective_batch_size, split)
         self.budget = budget
         self.micro_batch_size: int | Literal["auto"] = micro_batch_size
         self.effective_batch_size = effective_batch_size

@@ -68,3 +68,18 @@ def test_rows_that_are_all_alike_show_nothing() -> None:
         if isinstance(part, nn.Dropout):
             part.p = 0.0  # behind it rows would differ
     assert find_chunkable(net, lambda: net.training_step(torch.ones(20, 6)), "rows") == []
+
+
+def test_a_module_that_communicates_is_not_asked() -> None:
+    """Nor what holds it: `blocks.1`, which is found otherwise."""
+    net, issued = Mixed(), [0]
+
+    def communicate(*_: Any) -> None:
+        issued[0] += 1
+
+    net.blocks.get_submodule("1.0.1").register_forward_hook(communicate)
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
+    found = find_chunkable(net, lambda: net.training_step(x), "rows", lambda: issued[0])
+    assert [one.name for one in found] == ["stem", "blocks.0.0"]
+    assert issued == [1]
+    assert find_chunkable(net, lambda: net.training_step(x), "rows", lambda: None) == []

@@ -1,8 +1,10 @@
 """Modules in which rows or tokens act on each other, or that write, are refused in their first call."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,13 @@ from lightning_memkit.activations.chunks.checkpoint_chunks import checkpoint_chu
 from lightning_memkit.utilities.generators import Generators
 
 ROWS, TOKENS, WIDTH = 12, 20, 8
+
+
+class Meter:
+    """An object of a user's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class Applies(nn.Module):
@@ -29,6 +38,8 @@ class Applies(nn.Module):
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.register_buffer("queue", torch.zeros(WIDTH))
         self.calls, self.seen = 0, []
+        self.meter, self.counts = Meter(), np.zeros(3)
+        self.recent, self.deep = deque([0.5], maxlen=4), {"sizes": [{0}]}
         self.function = function
 
     def forward(self, x: Tensor) -> Any:
@@ -71,8 +82,34 @@ COUPLED: dict[str, Callable[[Applies, Tensor], Any]] = {
     "a number of rows": lambda net, x: {"x": x, "rows": len(x)},
     "scores of all pairs": lambda net, x: x.flatten(1) @ x.flatten(1).T,
 }
+
+
+def updates_a_meter(net: Applies, x: Tensor) -> Tensor:
+    net.meter.count += len(x)
+    return x
+
+
+def counts_in_an_array(net: Applies, x: Tensor) -> Tensor:
+    net.counts[0] += 1
+    return x
+
+
+def queues_in_a_deque(net: Applies, x: Tensor) -> Tensor:
+    net.recent.append(float(x.detach().mean()))
+    return x
+
+
+def notes_deeply(net: Applies, x: Tensor) -> Tensor:
+    net.deep["sizes"][0].add(len(net.deep["sizes"][0]))
+    return x
+
+
 WRITING = {
     "calls": counts,
+    "meter": updates_a_meter,
+    "counts": counts_in_an_array,
+    "recent": queues_in_a_deque,
+    "deep": notes_deeply,
     "seen": notes,
     "queue": queues,
     "last": keeps,
@@ -102,6 +139,8 @@ def refused(function: Callable[[Applies, Tensor], Any], training: bool, **size: 
     assert generators.stand_as_now()
     assert {key: value for key, value in vars(net).items() if key != "forward"} == kept
     assert net.seen == []
+    assert (net.meter.count, list(net.recent), net.deep) == (0, [0.5], {"sizes": [{0}]})
+    assert not net.counts.any()
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
     assert [part.training for part in net.modules()] == [training] * len(list(net.modules()))
     return str(error.value)
