@@ -23,7 +23,7 @@ from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of
 from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
 from lightning_memkit.micro_batching.repeats import is_only_repeated
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares import foreseen as mistakes
+from lightning_memkit.micro_batching.shares import foreseen as errors
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
@@ -131,8 +131,8 @@ class PartsChoice:
         self._window.open(step.run, total)
         if options.within == "modules":
             self.weighing.refuse(verdicts.WITHIN_MODULES)
-        # The probe's backward may end what forks can do.
-        self.known.look(step, total)
+        else:  # first, as the probe's backward may end what forks can do
+            self.known.look(step, total)
         self._settle(step)
         if options.micro_batch_size != "auto" and not self._runs_whole:
             self._check(splits=options.micro_batch_size < total)
@@ -173,7 +173,7 @@ class PartsChoice:
         else:
             self._check(splits=partition.micro_batch_size < total and not partition.held)
 
-    def reconsider(self, step: Step, error: mistakes.ForeseenWronglyError, *, last: bool) -> None:
+    def reconsider(self, step: Step, error: errors.ForeseenWronglyError, *, last: bool) -> None:
         """Draw the consequence of a batch whose loss was not the one that was proven, before the batch runs again.
 
         Args:
@@ -197,7 +197,7 @@ class PartsChoice:
             return
         if is_only_repeated(step, error, partition, self._window):
             return
-        if isinstance(error, mistakes.UnknownTotalsError):
+        if isinstance(error, errors.UnknownTotalsError):
             self._window.check(self.weighing.rules, is_unlike=True)
             partition.survey_each_batch()
             return
@@ -205,22 +205,22 @@ class PartsChoice:
             partition.fit(misfit)
             return
         verdict = verdicts.shown_by(error)
-        if isinstance(error, mistakes.UnequalDrawsError):
+        if isinstance(error, errors.UnequalDrawsError):
             weighing.unproven = verdicts.DRAWS_BY_ROWS
             self._take_over(step)
         elif verdict is not None:
             weighing.refuse(verdict)
             self._take_over(step)
-        elif isinstance(error, mistakes.StateChangedError):
+        elif isinstance(error, errors.StateChangedError):
             look_again(step, error, weighing, self._trials, partition.micro_batch_size)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
-            if isinstance(error, mistakes.NewFunctionsError):
+            if isinstance(error, errors.NewFunctionsError):
                 weighing.head |= error.edges  # some rows may not show them: ask once
             probes = weighing.probes
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
             # Rows that count nothing tell nothing of a loss that earlier batches haven't shown.
-            weighing.skipped |= type(error) is mistakes.UnforeseenLossError and weighing.probes == probes
+            weighing.skipped |= type(error) is errors.UnforeseenLossError and weighing.probes == probes
             self._take_over(step)
         if self._mismatch:
             self.sizing = self._sized(step, None)

@@ -241,14 +241,13 @@ class Recovery:
     def _shrink(self, step: Step, failure: str) -> int:
         """Halve the size; returns the one that failed."""
         partition = self._runner.partition
-        is_whole = partition.keeps_whole or bool(partition.unsplittable)
         size = partition.chunk_rows or (1 if partition.keeps_whole else partition.micro_batch_size)
         failed = self._runner.ranks.largest(
             size if partition.keeps_whole else min(size, batch_size(step.batch))
         )
         if failed == 1 and partition.row_tokens is not None:
             partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
-        elif failed == 1 or partition.misfit or (is_whole and partition.chunk_rows is None):
+        elif failed == 1 or partition.misfit or (partition.unsplittable and partition.chunk_rows is None):
             error = self._dry(step, failure) if self._repeated else None
             if error is not None:
                 raise error
