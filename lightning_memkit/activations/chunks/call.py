@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_memkit.activations.chunks.axes import (
     is_ends,
     narrowed,
 )
-from lightning_memkit.activations.chunks.outputs import JoinedOutputs
+from lightning_memkit.activations.chunks.outputs import JoinedOutputs, OutputPlace
 from lightning_memkit.utilities.generators import Generators
 
 
@@ -44,6 +44,37 @@ class SurroundingModes:
             yield
 
 
+@dataclass(frozen=True)
+class GivenInChunks:
+    """Where a tensor comes from.
+
+    Attributes:
+        call: the chunks that gave it.
+        number: which of their outputs it is.
+        place: where its rows and tokens are.
+        tensors: the arguments of that call, which its own node keeps anyway; empty once they are kept for the reader.
+        weights: how many numbers the module's parameters have.
+        node: autograd's; another one behind the tensor means that it was changed since.
+    """
+
+    call: "ChunkedCall"
+    number: int
+    place: OutputPlace
+    tensors: tuple[Tensor, ...]
+    weights: int
+    node: Any
+
+    def let_go(self) -> "GivenInChunks":
+        """The same without tensors and graph, to be held by a graph itself."""
+        return replace(self, tensors=(), node=None)
+
+    def again(self, chunk: int, tensors: Sequence[Tensor]) -> Tensor:
+        """One chunk of it, bit for bit, from the arguments of the call that gave it."""
+        with self.call.again(chunk), torch.no_grad():
+            found = tree_leaves(self.call.run(self.call.given(self.call.chunks[chunk], tensors)))
+        return [one for one in found if isinstance(one, Tensor)][self.number].detach()
+
+
 @dataclass(slots=True)
 class ChunkedCall:
     """A module's forward over the chunks of its arguments.
@@ -54,8 +85,10 @@ class ChunkedCall:
         structure: how the arguments are nested.
         axes: by what the call is split.
         held: torch's generators that the module has besides the global ones.
+        weights: how many numbers the module's parameters have.
         chunks: begin and end of every chunk, an axis.
         indices: which leaves are tensors.
+        sources: where those among these come from that are computed again instead of kept, by their number.
     """
 
     forward: Callable[..., Any]
@@ -63,10 +96,13 @@ class ChunkedCall:
     structure: Any
     axes: tuple[ChunkAxis, ...]
     held: Sequence[torch.Generator] = ()
+    weights: int = 0
     chunks: list[Ranges] = field(init=False)
     indices: list[int] = field(init=False)
+    sources: dict[int, GivenInChunks] = field(init=False, default_factory=dict)
     _modes: SurroundingModes = field(init=False)
     _generators: dict[int, Generators] = field(init=False, default_factory=dict)
+    _gradients: tuple[Sequence[OutputPlace], Sequence[Tensor | None]] = field(init=False, default=((), ()))
 
     def __post_init__(self) -> None:
         """Look around."""
@@ -78,9 +114,36 @@ class ChunkedCall:
         """The tensors among the arguments."""
         return [self.leaves[index][1] for index in self.indices]
 
-    def let_go(self) -> None:
-        """Keep no tensor: autograd does, and hands them back."""
-        self.leaves = [(path, None if isinstance(leaf, Tensor) else leaf) for path, leaf in self.leaves]
+    def give_gradients(self, places: Sequence[OutputPlace], grads: Sequence[Tensor | None]) -> None:
+        """Keep the outputs' gradients, and where their rows are, for the node that runs next."""
+        self._gradients = places, grads
+
+    def take_gradients(self) -> tuple[Sequence[OutputPlace], Sequence[Tensor | None]]:
+        """What was kept, which is kept no longer."""
+        found, self._gradients = self._gradients, ((), ())
+        return found
+
+    def take_kept(self) -> list[Tensor]:
+        """What autograd has to keep: the arguments, or what those that are computed again come from."""
+        kept = [
+            one
+            for number, tensor in enumerate(self.tensors())
+            for one in (self.sources[number].tensors if number in self.sources else (tensor,))
+        ]
+        self.sources = {number: source.let_go() for number, source in self.sources.items()}
+        return kept
+
+    def given_again(self, chunk: int, kept: Sequence[Tensor]) -> list[Tensor]:
+        """What a chunk gets of the arguments' tensors in the backward, from what autograd kept."""
+        found, following = [], 0
+        for number, index in enumerate(self.indices):
+            source = self.sources.get(number)
+            first, following = following, following + (1 if source is None else len(source.call.indices))
+            if source is None:
+                found.append(self._given(index, kept[first].detach(), self.chunks[chunk]))
+            else:
+                found.append(source.again(chunk, kept[first:following]))
+        return found
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The module's outputs for these tensors in the place of the arguments'."""
@@ -104,8 +167,12 @@ class ChunkedCall:
         """By how many of the axes the argument of this number among the tensors is split."""
         return sum(axis.dims[self.indices[number]] is not None for axis in self.axes)
 
-    def outputs(self, joined: JoinedOutputs, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All outputs; of a chunk nothing else is kept but where its random numbers began, if it drew any."""
+    def outputs(self, joined: JoinedOutputs) -> list[Tensor]:
+        """All outputs; of a chunk nothing else is kept but where its random numbers began, if it drew any.
+
+        Nor are the arguments: autograd keeps them, and hands them back.
+        """
+        tensors = self.tensors()
         with self._modes.entered():
             for number, chunk in enumerate(self.chunks):
                 before = Generators(self.held)
@@ -113,6 +180,7 @@ class ChunkedCall:
                 joined.add(chunk, [one for one in found if isinstance(one, Tensor)])
                 if not before.stand_as_now():
                     self._generators[number] = before
+        self.leaves = [(path, None if isinstance(leaf, Tensor) else leaf) for path, leaf in self.leaves]
         return joined.tensors()
 
     @contextmanager

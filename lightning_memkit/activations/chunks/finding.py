@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.chunks.axes import AxisName, ChunkError, find_axis, paths_and_leaves
 from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.activations.chunks.given_again import count_weights, is_cheap_beside
 from lightning_memkit.activations.chunks.independence import check_independence
 from lightning_memkit.utilities.generators import held_generators
 
@@ -39,14 +40,15 @@ class _Seen:
     """The first call of a module in the step, and what was saved in all of them."""
 
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    given: set[int] = field(default_factory=set)  # data pointers of its arguments
+    gave: set[int] = field(default_factory=set)  # and of its outputs
     saved: Storages = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)  # data pointers of its arguments and outputs
     output_bytes: int = 0
     communicates: bool = False
 
     @property
     def freed_bytes(self) -> int:
-        return sum(size for pointer, size in self.saved.items() if pointer not in self.kept)
+        return sum(size for pointer, size in self.saved.items() if pointer not in self.given | self.gave)
 
 
 def find_chunkable(
@@ -56,7 +58,8 @@ def find_chunkable(
 
     Costs one forward of the step, and about eight small ones of each module on the way down to those that are found.
     Names play no part: a module is run with some rows replaced and in halves. One that saves no more than it gives
-    (a single linear layer, an embedding) is left out, since the whole outputs of a chunked module are kept.
+    (a single linear layer, an embedding) is left out, since the whole outputs of a chunked module are kept; unless it
+    reads what a much smaller module in chunks gives (a projection behind a norm), which then needn't be kept either.
 
     Args:
         module: its submodules are asked, from the outside in.
@@ -71,7 +74,31 @@ def find_chunkable(
     seen = {id(part): _Seen() for part in module.modules()}
     with _watched(module, seen, issued):
         step()
-    return list(_asked(module, "", seen, axis))
+    found = list(_asked(module, "", seen, axis))
+    found += _readers(module, found, seen, axis)
+    places = {name: place for place, (name, _) in enumerate(module.named_modules())}
+    return sorted(found, key=lambda one: places[one.name])
+
+
+def _readers(
+    module: nn.Module, found: list[ChunkableModule], seen: dict[int, _Seen], axis: AxisName
+) -> Iterator[ChunkableModule]:
+    """Modules that read what much smaller ones of those found give: in chunks it is computed again, not kept."""
+    weights = {id(part): count_weights(part) for part in module.modules()}
+    inside = {id(part) for one in found for part in one.module.modules()}
+    for name, part in module.named_modules():
+        note = seen[id(part)]
+        if id(part) in inside or note.call is None or note.communicates:
+            continue
+        read = {
+            pointer
+            for one in found
+            for pointer in seen[id(one.module)].gave & note.given
+            if is_cheap_beside(weights[id(one.module)], weights[id(part)])
+        }
+        if read and _is_independent(part, note.call, axis):
+            inside |= {id(one) for one in part.modules()}
+            yield ChunkableModule(name, part, sum(note.saved.get(pointer, 0) for pointer in read))
 
 
 def _asked(
@@ -112,7 +139,7 @@ def _watched(root: nn.Module, seen: dict[int, _Seen], issued: Callable[[], int |
         note = seen[id(module)]
         if note.call is None:
             note.call = (args, kwargs)
-        note.kept |= {_pointer(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        note.given |= {_pointer(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         running.append(note)
         before.append(issued())
 
@@ -120,7 +147,7 @@ def _watched(root: nn.Module, seen: dict[int, _Seen], issued: Callable[[], int |
         note, count = running.pop(), before.pop()
         note.communicates |= count is None or issued() != count
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        note.kept |= set(map(_pointer, tensors))
+        note.gave |= set(map(_pointer, tensors))
         note.output_bytes += sum(one.nbytes for one in tensors)
 
     def pack(tensor: Tensor) -> Tensor:
@@ -128,7 +155,7 @@ def _watched(root: nn.Module, seen: dict[int, _Seen], issued: Callable[[], int |
         if storage.data_ptr() not in weights:
             for note in running:
                 note.saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node kept as this very object would never be freed
 
     with ExitStack() as stack:
         for part in root.modules():

@@ -20,7 +20,8 @@ from lightning_memkit.activations.chunks.axes import (
     paths_and_leaves,
 )
 from lightning_memkit.activations.chunks.call import ChunkedCall
-from lightning_memkit.activations.chunks.function import ChunkedFunction
+from lightning_memkit.activations.chunks.function import ChunkedArguments, ChunkedOutputs
+from lightning_memkit.activations.chunks.given_again import count_weights, mark_given, sources_of
 from lightning_memkit.activations.chunks.independence import A_TENSOR, CheckedOutputs, check_independence
 from lightning_memkit.utilities.generators import held_generators
 from lightning_memkit.utilities.patching import Undo, replace_method
@@ -75,12 +76,18 @@ class ChunkedForwards:
             return plain(*args, **kwargs)
         leaves, structure = paths_and_leaves(args, kwargs, _names(type(module).forward))
         axes = self._axes(module, leaves)
-        call = ChunkedCall(plain, leaves, structure, axes, held_generators(module, (torch.Generator,)))
+        held = held_generators(module, (torch.Generator,))
+        call = ChunkedCall(plain, leaves, structure, axes, held, count_weights(module))
         checked = self._check(module, call) if len(call.chunks) > 1 else None
         if checked is None:
             return plain(*args, **kwargs)
         parameters = {id(one): one for one in (*module.parameters(), *checked.outside)}
-        tensors = iter(ChunkedFunction.apply(call, checked.places, *call.tensors(), *parameters.values()))
+        call.sources, given = sources_of(call), tuple(call.tensors())
+        outputs = ChunkedOutputs.apply(
+            call, checked.places, ChunkedArguments.apply(call, *given, *parameters.values())
+        )
+        mark_given(outputs, call, checked.places, given)
+        tensors = iter(outputs)
         return tree_unflatten(
             [next(tensors) if leaf is A_TENSOR else leaf for leaf in checked.leaves], checked.structure
         )

@@ -1,4 +1,4 @@
-"""Autograd's view of a call in chunks: one node, in whose backward each chunk runs again with gradient."""
+"""Autograd's view of a call in chunks: two nodes, in whose backward each chunk runs again with gradient."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,64 +15,89 @@ from lightning_memkit.activations.chunks.outputs import JoinedOutputs, OutputPla
 _SUMMED_IN_FLOAT32 = (torch.bfloat16, torch.float16)
 
 
-class ChunkedFunction(torch.autograd.Function):
-    """Runs the chunks without gradient, and in the backward again, one at a time; gives parameters one gradient."""
+class ChunkedArguments(torch.autograd.Function):
+    """Saves the arguments of a call, and gives their gradients; its output leads there from the call's outputs.
+
+    A node of its own, made before the chunks run: activation checkpointing around stops its recomputation at the last
+    tensor that was saved, and so doesn't run the chunks of a block's last module once more than they need.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: ChunkedCall, places: Sequence[OutputPlace], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: ChunkedCall, *tensors: Tensor) -> Tensor:
         """The tensors are the call's arguments, then its parameters."""
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.places = call, places
-        given, ctx.parameters = tensors[: len(call.indices)], tensors[len(call.indices) :]
-        outputs = call.outputs(JoinedOutputs(places, call.axes), given)
+        ctx.call, ctx.parameters = call, tensors[len(call.indices) :]
         # Not saved with the arguments: activation checkpointing around would hand back others in their place.
         ctx.versions = [one._version for one in ctx.parameters]
-        ctx.save_for_backward(*given)
+        ctx.kinds = [(one.shape, one.dtype) for one in tensors]
+        ctx.save_for_backward(*call.take_kept())
+        # Autograd runs this node's backward on the device and stream of what it gave.
+        return next((one for one in tensors if one.requires_grad), tensors[0]).new_empty(
+            0, dtype=torch.float32
+        )
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        """The gradients of arguments and parameters, each once for all chunks, each of which runs again."""
+        call: ChunkedCall = ctx.call
+        places, grads = call.take_gradients()
+        _refuse_written(ctx.parameters, ctx.versions)
+        kept, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        splits = [call.splits(number) for number in range(len(call.indices))]
+        splits += [0] * len(ctx.parameters)
+        sums = [
+            GradientSum(shape if count else None, dtype, is_only=count == len(call.axes))
+            for (shape, dtype), count in zip(ctx.kinds, splits, strict=True)
+        ]
+        for number, chunk in enumerate(call.chunks):
+            of_chunk = [
+                place.narrowed(grad, chunk) if grad is not None and place.is_of(chunk) else None
+                for place, grad in zip(places, grads, strict=True)
+            ]
+            for index, grad in _gradients(call, number, (kept, ctx.parameters), needed, of_chunk):
+                sums[index].add(
+                    grad, lambda whole, index=index, chunk=chunk: call.narrowed(index, whole, chunk)
+                )
+        return None, *(one.total if wanted else None for one, wanted in zip(sums, needed, strict=True))
+
+
+class ChunkedOutputs(torch.autograd.Function):
+    """Runs the chunks without gradient; hands the outputs' gradients on to the arguments' node."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ChunkedCall, places: Sequence[OutputPlace], arguments: Tensor) -> Any:
+        """`arguments` is the output of the arguments' node."""
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.places = call, places
+        outputs = call.outputs(JoinedOutputs(places, call.axes))
         constant = (one for one, place in zip(outputs, places, strict=True) if not place.is_differentiable)
         ctx.mark_non_differentiable(*constant)
-        call.let_go()
+        ctx.empty = arguments.detach()
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """The gradients of arguments and parameters, each once for all chunks."""
+        """Nothing but the way to the arguments' node."""
         if torch.is_grad_enabled():  # torch's own guard lets a gradient penalty through, without its gradient
             raise ChunkError(
                 "A module in chunks has no second derivative (create_graph=True, as for gradient penalties). Take it "
                 "through a module that doesn't run in chunks."
             )
-        call: ChunkedCall = ctx.call
-        _refuse_written(ctx.parameters, ctx.versions)
-        tensors, needed = (*ctx.saved_tensors, *ctx.parameters), ctx.needs_input_grad[2:]
-        splits = [call.splits(number) for number in range(len(call.indices))]
-        splits += [0] * (len(tensors) - len(splits))  # parameters
-        sums = [
-            GradientSum(tensor, count > 0, is_only=count == len(call.axes))
-            for tensor, count in zip(tensors, splits, strict=True)
-        ]
-        for number, chunk in enumerate(call.chunks):
-            of_chunk = [
-                place.narrowed(grad, chunk) if grad is not None and place.is_of(chunk) else None
-                for place, grad in zip(ctx.places, grads, strict=True)
-            ]
-            for index, grad in _gradients(call, number, tensors, needed, of_chunk):
-                sums[index].add(
-                    grad, lambda whole, index=index, chunk=chunk: call.narrowed(index, whole, chunk)
-                )
-        return None, None, *(one.total if wanted else None for one, wanted in zip(sums, needed, strict=True))
+        ctx.call.give_gradients(ctx.places, grads)
+        return None, None, ctx.empty
 
 
 def _gradients(
     call: ChunkedCall,
     number: int,
-    tensors: Sequence[Tensor],
+    tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
     needed: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> Iterator[tuple[int, Tensor]]:
-    """The index and gradient of each tensor that one chunk's outputs depend on."""
+    """The index and gradient of each tensor that one chunk's outputs depend on; of what was kept, and parameters."""
     if all(grad is None for grad in grads):
         return
-    given = call.given(call.chunks[number], tensors[: len(call.indices)])
+    kept, parameters = tensors
+    given = call.given_again(number, kept)
     with call.again(number):
         for one, wanted in zip(given, needed, strict=False):
             one.requires_grad_(wanted)
@@ -84,7 +109,7 @@ def _gradients(
     ]
     if not pairs:
         return
-    sources = [*given, *tensors[len(given) :]]
+    sources = [*given, *parameters]
     if number == 0:
         _refuse_others(leaves_behind([one for one, _ in pairs]), sources)
     wanted = [index for index, is_needed in enumerate(needed) if is_needed]
@@ -117,22 +142,22 @@ class GradientSum:
     """The gradient of one tensor over chunks; in float32 where the tensor's own dtype would lose small terms.
 
     Args:
-        like: the tensor.
-        is_split: whether a chunk has rows or tokens of it; if not, all of it.
+        shape: of a tensor of which a chunk has some rows or tokens; None for one that every chunk gets whole.
+        dtype: of the tensor.
         is_only: whether no two chunks have the same of it.
     """
 
-    def __init__(self, like: Tensor, is_split: bool, *, is_only: bool) -> None:
+    def __init__(self, shape: torch.Size | None, dtype: torch.dtype, *, is_only: bool) -> None:
         self.total: Tensor | None = None
-        self._dtype = torch.float32 if like.dtype in _SUMMED_IN_FLOAT32 else like.dtype
-        self._like, self._is_split, self._is_only = like, is_split, is_only
+        self._dtype = torch.float32 if dtype in _SUMMED_IN_FLOAT32 else dtype
+        self._shape, self._is_only = shape, is_only
         self._is_own = False
 
     def add(self, grad: Tensor, narrowed: Callable[[Tensor], Tensor]) -> None:
         """Add the gradient of one chunk."""
-        if self._is_split:
+        if self._shape is not None:
             if self.total is None:
-                self.total = torch.zeros_like(self._like, dtype=grad.dtype if self._is_only else self._dtype)
+                self.total = grad.new_zeros(self._shape, dtype=grad.dtype if self._is_only else self._dtype)
             if self._is_only:
                 narrowed(self.total).copy_(grad)
             else:

@@ -7,21 +7,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_memkit.activations.chunks.axes import ChunkAxis, ChunkError, Ranges
 from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.activations.chunks.differences import MORE_BITS, ROUNDING, allowed, difference, equal
 from lightning_memkit.activations.chunks.leaves import leaves_behind, next_number, oldest_behind
 from lightning_memkit.activations.chunks.module_state import ModuleState, wider_dtypes
 from lightning_memkit.activations.chunks.outputs import OutputPlace
 from lightning_memkit.utilities.generators import Generators
 
 _SAMPLE = {"rows": 8, "tokens": 256}  # at most so many are asked, and no more than a chunk holds
-# Of an output's largest value: kernels may add up in another order where there are fewer rows.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE = 4e-2  # of floats of 16 bits and fewer
-_MORE_BITS = {torch.float64: 1e-13, torch.float32: 2e-6}  # of runs that differ in rounding only
 A_TENSOR = object()
 
 
@@ -48,7 +46,8 @@ def check_independence(module: nn.Module, call: ChunkedCall) -> CheckedOutputs:
     """Run the module on a few rows and tokens of its call, with one of them replaced and in halves.
 
     Costs about eight forwards of at most a chunk each. In train mode; where that draws random numbers, halves are
-    compared in eval mode. The module's buffers, attributes and all random numbers are then as before.
+    compared in eval mode. The module's buffers, attributes and all random numbers are then as before. Tensors without
+    values (of a prediction) tell by their shapes where the outputs' rows are, and are taken to be independent.
 
     Raises:
         ChunkError: rows or tokens act on each other, an output has none of its own, or the forward changes the module.
@@ -72,6 +71,7 @@ class _Check:
     def __init__(self, module: nn.Module, sample: ChunkedCall, generators: Generators) -> None:
         self._module, self._sample, self._generators = module, sample, generators
         self._name = type(module).__name__
+        self._has_values = not any(isinstance(one, FakeTensor) for one in sample.tensors())
 
     def outputs(self, needs_gradient: Sequence[bool]) -> CheckedOutputs:
         differentiable, outside = self._graph(needs_gradient)
@@ -90,7 +90,7 @@ class _Check:
         is_final = True
         for axis in self._sample.axes:
             places = self._placed(axis, places, out, draws)
-            if axis.ends is None:
+            if axis.ends is None and self._has_values:
                 is_final = self._replaced(axis, places, out) and is_final
         leaves, structure = tree_flatten(out)
         others = tuple(A_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -103,8 +103,9 @@ class _Check:
             one.detach().requires_grad_(need)
             for one, need in zip(self._sample.tensors(), needs_gradient, strict=True)
         ]
-        # Activation checkpointing around must not count what is saved here: its recomputation doesn't ask again.
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        # Activation checkpointing around must not count what is saved here: its recomputation doesn't ask again. Nor
+        # is it kept: an output that its own node keeps as a Python object would never be freed.
+        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
             found = _tensors(self._run(given)[0])
         if oldest_behind(found) < first:
             raise ChunkError(
@@ -144,6 +145,8 @@ class _Check:
             self._place(axis, place, number, [part[number].shape for part in parts], whole[number].shape)
             for number, place in enumerate(places)
         ]
+        if not self._has_values:
+            return tuple(placed)
         if draws:
             with _eval_mode(self._module):
                 whole = _tensors(self._run(self._sample.tensors())[0])
@@ -181,7 +184,7 @@ class _Check:
             Whether there was another one to replace it by.
         """
         whole, tensors = _tensors(out), self._sample.tensors()
-        noise = [_difference(a, b) for a, b in zip(whole, _tensors(self._run(tensors)[0]), strict=True)]
+        noise = [difference(a, b) for a, b in zip(whole, _tensors(self._run(tensors)[0]), strict=True)]
         found = False
         for target in {0, axis.count // 2}:
             another = self._with_another(axis, target)
@@ -197,7 +200,7 @@ class _Check:
                     ]
                 off = self._differences(axis, places, target, (exact[0], exact[1]))
                 for number, (one, like) in enumerate(zip(off, exact[0], strict=True)):
-                    if one > _allowed(like, _MORE_BITS):
+                    if one > allowed(like, MORE_BITS):
                         self._refuse(axis, number, whole[number], one)
         return found
 
@@ -212,7 +215,7 @@ class _Check:
         number = [one.name for one in self._sample.axes].index(axis.name)
         others = [(begin, end) for begin, end in ((0, target), (target + 1, axis.count)) if begin < end]
         return [
-            max(_difference(place.along(number, a, *rows), place.along(number, b, *rows)) for rows in others)
+            max(difference(place.along(number, a, *rows), place.along(number, b, *rows)) for rows in others)
             for place, a, b in zip(places, *runs, strict=True)
         ]
 
@@ -223,7 +226,7 @@ class _Check:
             for index, tensor in zip(self._sample.indices, self._sample.tensors(), strict=True):
                 dim = axis.dims[index]
                 if dim is not None:
-                    differs |= not _equal(tensor.select(dim, source), tensor.select(dim, target))
+                    differs |= not equal(tensor.select(dim, source), tensor.select(dim, target))
                     tensor = tensor.clone()
                     tensor.select(dim, target).copy_(tensor.select(dim, source).clone())
                 tensors.append(tensor)
@@ -236,8 +239,8 @@ class _Check:
         return self._run(self._sample.given(ranges, self._sample.tensors()), one[1] - one[0])[0]
 
     def _compare(self, axis: ChunkAxis, number: int, expected: Tensor, found: Tensor) -> None:
-        off = _difference(expected, found) if expected.shape == found.shape else float("inf")
-        if off > _allowed(found, _ROUNDING):
+        off = difference(expected, found) if expected.shape == found.shape else float("inf")
+        if off > allowed(found, ROUNDING):
             self._refuse(axis, number, found, off)
 
     def _refuse(self, axis: ChunkAxis, number: int, output: Tensor, off: float) -> NoReturn:
@@ -270,27 +273,3 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 
 def _tensors(out: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return _difference(one, other) == 0
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference; infinite where one is not a number and the other is."""
-    if torch.equal(one, other):
-        return 0.0
-    if not (one.is_floating_point() or one.is_complex()):
-        return float("inf")
-    off = (one.double() - other.double()).abs() if one.is_floating_point() else (one - other).abs()
-    alike = one.isnan() & other.isnan() | (one == other)
-    return float(
-        torch.where(alike, torch.zeros_like(off), off).nan_to_num(nan=float("inf"), posinf=float("inf")).max()
-    )
-
-
-def _allowed(one: Tensor, relative: dict[torch.dtype, float]) -> float:
-    if not one.numel() or not one.is_floating_point():
-        return 0.0
-    largest = float(one.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
-    return largest * relative.get(one.dtype, _COARSE)

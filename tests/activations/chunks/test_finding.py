@@ -24,7 +24,10 @@ def test_what_takes_tokens_one_by_one_in_a_llama() -> None:
     parts = ("mlp", "input_layernorm", "post_attention_layernorm")
     expected = {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts}
     assert expected <= found
-    assert not any("self_attn" in name for name in found)
+    projections = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}
+    assert {
+        name for name in found if "self_attn" in name
+    } == projections  # they read what norms in chunks give
     rows = [one.name for one in find_chunkable(net, lambda: net(ids, labels=ids).loss, "rows")]
     assert rows == ["model"]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.activations.chunks.checkpoint_chunks import checkpoint_chunks
+from lightning_memkit.activations.chunks.finding import find_chunkable
 from lightning_memkit.memory.meter import ByteMeter
 
 WIDTH, DEPTH = 32, 12
@@ -117,3 +118,32 @@ def test_packed_rows_are_told_their_own_documents() -> None:
     checkpoint_chunks(net, tokens=2)
     with pytest.raises(ValueError, match="documents of several rows end at different tokens"):
         net(x, cu_seqlens)
+
+
+class _RootNorm(nn.Module):
+    """Saves an output of its own for the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def test_nothing_outlives_the_first_step() -> None:
+    """Neither asking a module nor finding it leaves a graph behind."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), _RootNorm(), nn.Linear(WIDTH, 2))
+
+    def step() -> None:
+        net(torch.randn(1, 64, WIDTH)).sum().backward()
+
+    def live_bytes() -> int:
+        with ByteMeter() as meter:
+            step()
+            net.zero_grad()
+        return meter.live_bytes
+
+    torch.manual_seed(0)
+    assert live_bytes() == 0
+    with ByteMeter() as meter:
+        find_chunkable(net, lambda: net(torch.randn(1, 64, WIDTH)).sum(), "tokens")
+    assert meter.live_bytes == 0
+    checkpoint_chunks(net[1], tokens=8)
+    assert live_bytes() == 0
