@@ -19,7 +19,8 @@ class Sizing:
     """The chosen size, its measured peak, every trial made, and the sizes that are safe to time.
 
     `fewest` is the smallest number of samples on which the step runs. With `chunk_rows` the batch runs whole, and
-    modules in chunks of so many rows, which are then the trials' sizes.
+    modules in chunks of so many rows; with `chunk_tokens` of so many tokens of each. The trials' sizes are then those
+    of chunks.
     """
 
     micro_batch_size: int
@@ -28,13 +29,15 @@ class Sizing:
     candidates: tuple[int, ...] = field(default=())
     fewest: int = 1
     chunk_rows: int | None = None
+    chunk_tokens: int | None = None
 
     def __str__(self) -> str:
         sizes = ", ".join(str(trial.micro_batch_size) for trial in self.trials)
-        if self.chunk_rows is not None:
-            peak = format_bytes(self.peak_bytes)
-            return f"batches whole, modules in chunks of {self.chunk_rows} rows, peak {peak} (tried: {sizes})"
-        return f"micro-batch {self.micro_batch_size}, peak {format_bytes(self.peak_bytes)} (tried: {sizes})"
+        what = f"micro-batch {self.micro_batch_size}" if self.chunk_rows is None else "batches whole"
+        chunks = [(self.chunk_rows, "rows"), (self.chunk_tokens, "tokens")]
+        of = " and ".join(f"{size} {axis}" for size, axis in chunks if size is not None)
+        within = f", modules in chunks of {of}" if of else ""
+        return f"{what}{within}, peak {format_bytes(self.peak_bytes)} (tried: {sizes})"
 
 
 TOLERANCE = 0.05  # relative difference allowed between measured and predicted peak

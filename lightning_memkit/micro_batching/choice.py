@@ -25,6 +25,7 @@ from lightning_memkit.micro_batching.repeats import is_only_repeated
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares import foreseen as errors
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
+from lightning_memkit.micro_batching.sizes.long_rows import LongRows
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
 from lightning_memkit.micro_batching.sizes.tuning import SizeTuning, clock_may_choose
@@ -68,7 +69,8 @@ class PartsChoice:
         self._window = window
         self._resumed = resumed
         self.known = KnownSizes(options, trials, resumed, foresee)
-        self._whole = WholeBatches(options, runner, trials, self.known, resumed)
+        self._long_rows = LongRows(options, runner, trials, resumed)
+        self._whole = WholeBatches(options, runner, trials, self.known, self._long_rows, resumed)
         self._misfits = Misfits(runner.partition, self.known)
         self._warned = ""
         self._sized_for = 0  # samples of the largest batch measured
@@ -85,6 +87,7 @@ class PartsChoice:
             "row_tokens": partition.row_tokens,
             "wide": sorted(partition.wide),
             "chunk_rows": partition.chunk_rows,
+            "chunk_tokens": partition.chunk_tokens,
         }
 
     @property
@@ -138,7 +141,7 @@ class PartsChoice:
             self._check(splits=options.micro_batch_size < total)
         sizing = self._sized(step, self.known.foreseen)
         is_open = bool(self._resumed.get("open_sizes"))
-        if is_open or self._resumed.get("by_tokens", True):
+        if sizing.chunk_tokens is None and (is_open or self._resumed.get("by_tokens", True)):
             form_by_tokens(step, self._trials, partition, options.usable_bytes, self.known.resumed_tokens)
         self.tuning = self._tuning_of(step, sizing)
         return sizing
@@ -227,7 +230,7 @@ class PartsChoice:
 
     def dry(self, step: Step, failure: str) -> Exception | None:
         """The error to raise when no smaller micro-batch can help; None where modules run in chunks from here on."""
-        if self._whole.rescue(step):
+        if self._whole.rescue(step) or self._long_rows.rescue(step):
             return None
         trials = self.sizing.trials if self.sizing is not None else ()
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
@@ -240,14 +243,14 @@ class PartsChoice:
         return self._options.wants_proof and (self._options.has_open_size or bool(self.weighing.unproven))
 
     def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """The whole batch where it can't be split; else a known size, or the largest that fits."""
+        """The whole batch where it can't be split; else a known size, or the largest that fits, or a row in chunks."""
         if self._mismatch and self._runs_whole:
             return self._whole.sizing(step, self._mismatch)
-        return self.known.size(step, foreseen)
+        return self._long_rows.unless_fits(step, lambda: self.known.size(step, foreseen))
 
     def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
         """Times sizes, where the size is open and the loss is known to add up; else None."""
-        if self._mismatch or not clock_may_choose(step.run):
+        if self._mismatch or sizing.chunk_tokens is not None or not clock_may_choose(step.run):
             return None
         weighing = self.weighing
         return SizeTuning(step, self._runner, sizing, proven=lambda: weighing.proven, kept=self.known.tuned)

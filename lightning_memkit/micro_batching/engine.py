@@ -118,6 +118,7 @@ class Engine:
             **self.choice.state_dict(),
             "retries": self.record.retries,
             **self.recovery.failed_sizes.state_dict(),
+            "failed_tokens": self.recovery.failed_tokens.state_dict(),
         }
 
     def prepare(self, step: Step) -> None:
@@ -150,6 +151,7 @@ class Engine:
         taken = len(self._undo)
         try:
             self.recovery.failed_sizes.load_state_dict(self._resumed)
+            self.recovery.failed_tokens.load_state_dict(self._resumed.get("failed_tokens", {}))
             self._meet()
             self._journaling.follow(step)
             with materialized(step, self.trials):
@@ -221,8 +223,8 @@ class Engine:
         fastest = self.choice.faster_than_larger_ones
         if fastest:
             self.recovery.failed_sizes.forget_above(fastest)
-        row_tokens, chunk_rows = sizes
-        noted(self.record.history, PartsChange(began_at, size, row_tokens, step.batch_idx, chunk_rows))
+        row_tokens, *chunks = sizes
+        noted(self.record.history, PartsChange(began_at, size, row_tokens, step.batch_idx, *chunks))
         return result
 
     def _warn_where_split(self, step: Step) -> None:

@@ -15,6 +15,7 @@ class PartsChange(tuple[int, int]):
         batch_idx: the index of the batch in the epoch. The batches of an accumulation window share one
             `global_step`.
         chunk_rows: the most rows in a chunk, where batches run whole and modules in chunks; else None.
+        chunk_tokens: the most tokens in a chunk, where one row does not fit otherwise; else None.
     """
 
     global_step: int
@@ -22,6 +23,7 @@ class PartsChange(tuple[int, int]):
     row_tokens: int | None
     batch_idx: int
     chunk_rows: int | None
+    chunk_tokens: int | None
 
     def __new__(
         cls,
@@ -30,20 +32,22 @@ class PartsChange(tuple[int, int]):
         row_tokens: int | None = None,
         batch_idx: int = 0,
         chunk_rows: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> "PartsChange":
         """A pair that carries the rest as attributes."""
         change = super().__new__(cls, (global_step, micro_batch_size))
         change.global_step, change.micro_batch_size = global_step, micro_batch_size
-        change.row_tokens, change.batch_idx, change.chunk_rows = row_tokens, batch_idx, chunk_rows
+        change.row_tokens, change.batch_idx = row_tokens, batch_idx
+        change.chunk_rows, change.chunk_tokens = chunk_rows, chunk_tokens
         return change
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self.row_tokens, self.batch_idx, self.chunk_rows)
+        return (*self, self.row_tokens, self.batch_idx, self.chunk_rows, self.chunk_tokens)
 
     def __repr__(self) -> str:
-        tokens = "" if self.row_tokens is None else f", row_tokens={self.row_tokens}"
-        chunks = "" if self.chunk_rows is None else f", chunk_rows={self.chunk_rows}"
-        return f"({self.global_step}, {self.micro_batch_size}{tokens}{chunks})"
+        names = ("row_tokens", "chunk_rows", "chunk_tokens")
+        more = [f", {name}={getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        return f"({self.global_step}, {self.micro_batch_size}{''.join(more)})"
 
 
 def noted(history: list[PartsChange], change: PartsChange) -> None:
@@ -53,8 +57,8 @@ def noted(history: list[PartsChange], change: PartsChange) -> None:
         history.append(change)
 
 
-def _sizes(change: PartsChange) -> tuple[int, int | None, int | None]:
-    return change.micro_batch_size, change.row_tokens, change.chunk_rows
+def _sizes(change: PartsChange) -> tuple[int | None, ...]:
+    return change.micro_batch_size, change.row_tokens, change.chunk_rows, change.chunk_tokens
 
 
 def in_force(history: Sequence[PartsChange], global_step: int, batch_idx: int = 0) -> PartsChange:

@@ -100,7 +100,8 @@ class Recovery:
         retries: whether an OOM is retried. A batch whose loss was not as proven runs again in any case.
         changing: the tensors that steps were seen to change; None where that is unknown.
         spares: copies of small tensors that steps have not changed so far.
-        failed_sizes: the sizes that ran out of memory.
+        failed_sizes: the sizes of micro-batches, or of chunks of rows, that ran out of memory.
+        failed_tokens: the sizes of chunks of tokens that did.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Recovery:
         self._dry = dry
         self._past: list[_Past] = []
         self._point: SafePoint | None = None
-        self.failed_sizes = FailedSizes()
+        self.failed_sizes, self.failed_tokens = FailedSizes(), FailedSizes()
         self._stepping = False
         self._repeated = False  # the step at hand ran out of memory in its smallest micro-batches
 
@@ -178,7 +179,8 @@ class Recovery:
                 continue
             ranks.failed()
             self._begin_again(step, failure, point)
-        self.failed_sizes.ended(calm=not retries)
+        for failed in (self.failed_sizes, self.failed_tokens):
+            failed.ended(calm=not retries)
         if ends_window:
             self._past = []
         else:
@@ -224,13 +226,13 @@ class Recovery:
         self._put_back(step, point)
         free_memory()
         partition = self._runner.partition
-        was = f", {self._runner.chunks}" if partition.chunk_rows is not None else ""
-        failed = self._shrink(step, failure)
-        of, into = f"a micro-batch of {failed}", f"in micro-batches of {partition.micro_batch_size}"
+        was = f", {self._runner.chunks}" if partition.in_chunks else ""
+        rows, failed = partition.micro_batch_size, self._shrink(step, failure)
+        of, into = f"a micro-batch of {rows if was else failed}", f"in micro-batches of {partition.micro_batch_size}"
         if partition.keeps_whole or partition.unsplittable:
             of, into = "the whole batch", "whole"
-        if partition.chunk_rows is not None:
-            self._runner.chunks.resize(partition.chunk_rows)
+        if partition.in_chunks:
+            self._runner.chunks.resize(partition.chunk_rows, partition.chunk_tokens)
             into += f", {self._runner.chunks}"
         of += was
         step.run.info(
@@ -241,20 +243,22 @@ class Recovery:
     def _shrink(self, step: Step, failure: str) -> int:
         """Halve the size; returns the one that failed."""
         partition = self._runner.partition
-        size = partition.chunk_rows or (1 if partition.keeps_whole else partition.micro_batch_size)
-        failed = self._runner.ranks.largest(
-            size if partition.keeps_whole else min(size, batch_size(step.batch))
-        )
+        if partition.chunk_tokens is not None:
+            size = partition.chunk_tokens
+        else:
+            size = partition.chunk_rows or (1 if partition.keeps_whole else partition.micro_batch_size)
+            size = size if partition.keeps_whole else min(size, batch_size(step.batch))
+        failed = self._runner.ranks.largest(size)
         if failed == 1 and partition.row_tokens is not None:
             partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
-        elif failed == 1 or partition.misfit or (partition.unsplittable and partition.chunk_rows is None):
+        elif failed == 1 or partition.misfit or (partition.unsplittable and not partition.in_chunks):
             error = self._dry(step, failure) if self._repeated else None
             if error is not None:
                 raise error
             # This size was measured to fit: a fragmented cache or another process may be the cause.
             self._repeated = True
         else:
-            self.failed_sizes.add(failed)
+            self._failed.add(failed)
             self._set_size((failed + 1) // 2)
         self._resized(step, retry=True)
         return failed
@@ -262,12 +266,12 @@ class Recovery:
     def _grow(self, step: Step) -> None:
         """After enough steps without an OOM, try the size that last ran out of memory once more."""
         partition = self._runner.partition
-        size = self.failed_sizes.due(partition.chunk_rows or partition.micro_batch_size)
+        size = self._failed.due(partition.chunk_tokens or partition.chunk_rows or partition.micro_batch_size)
         if size is None:
             return
-        what = "micro-batches" if partition.chunk_rows is None else "chunks"
+        what = "chunks" if partition.in_chunks else "micro-batches"
         step.run.info(
-            f"MemoryBudget: {self.failed_sizes.patience} steps without an OOM; {what} of {size} are tried again."
+            f"MemoryBudget: {self._failed.patience} steps without an OOM; {what} of {size} are tried again."
         )
         self._set_size(size)
         self._resized(step, retry=False)
@@ -275,10 +279,17 @@ class Recovery:
     def _set_size(self, size: int) -> None:
         """That of micro-batches; of chunks, where modules run in chunks."""
         partition = self._runner.partition
-        if partition.chunk_rows is None:
-            partition.resize(size)
-        else:
+        if partition.chunk_tokens is not None:
+            partition.run_in_chunks(partition.chunk_rows, size)
+        elif partition.chunk_rows is not None:
             partition.run_in_chunks(size)
+        else:
+            partition.resize(size)
+
+    @property
+    def _failed(self) -> FailedSizes:
+        """The failed sizes of what is resized now."""
+        return self.failed_sizes if self._runner.partition.chunk_tokens is None else self.failed_tokens
 
 
 def _step_hooks(step: Step) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_a_form_that_is_taken_for_a_retry_ends_with_it() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         fail()
-    assert partition.form == (3, None, None)
+    assert partition.form == (3, None, None, None)
 
 
 def test_terms_that_once_weighed_unlike_stay_noted() -> None:

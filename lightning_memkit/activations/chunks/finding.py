@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.chunks.axes import AxisName, ChunkError, find_axis, paths_and_leaves
 from lightning_memkit.activations.chunks.call import ChunkedCall
 from lightning_memkit.activations.chunks.given_again import count_weights, is_cheap_beside
-from lightning_memkit.activations.chunks.independence import check_independence
+from lightning_memkit.activations.chunks.independence import MOST_ASKED, check_independence
 from lightning_memkit.utilities.generators import held_generators
-
-Storages = dict[int, int]  # of data pointers: bytes
 
 
 @dataclass(frozen=True)
@@ -28,27 +27,51 @@ class ChunkableModule:
         name: its name within the module that was asked.
         module: the module.
         freed_bytes: what its forward saved in the step that was asked, beside its arguments, outputs and weights.
+        count: the rows or tokens of its first call.
     """
 
     name: str
     module: nn.Module
     freed_bytes: int
+    count: int
 
 
 @dataclass
 class _Seen:
-    """The first call of a module in the step, and what was saved in all of them."""
+    """A few rows and tokens of a module's first call in the step, and what was saved in all of them."""
 
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    given: set[int] = field(default_factory=set)  # data pointers of its arguments
-    gave: set[int] = field(default_factory=set)  # and of its outputs
-    saved: Storages = field(default_factory=dict)
+    call: ChunkedCall | None = None
+    count: int = 0
+    freed_bytes: int = 0
     output_bytes: int = 0
     communicates: bool = False
+    read: dict[int, int] = field(
+        default_factory=dict
+    )  # bytes that it reads of what another module (its id) gave
 
-    @property
-    def freed_bytes(self) -> int:
-        return sum(size for pointer, size in self.saved.items() if pointer not in self.given | self.gave)
+
+class _Running:
+    """A call under way: which storages its arguments have, and those that were saved since it began."""
+
+    def __init__(self, given: set[int], issued: int | None) -> None:
+        self.given, self.issued = given, issued
+        self.saved: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.freed_bytes = 0
+
+    def save(self, storage: UntypedStorage) -> None:
+        known = self.saved.get(storage.data_ptr())
+        if known is not None and not known[0].expired():
+            return
+        if known is not None:  # nothing is kept here, so that another one may get its address
+            self.freed_bytes += known[1]
+        self.saved[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+
+    def end(self, gave: set[int]) -> int:
+        """The bytes that were saved, without arguments and outputs."""
+        kept = self.given | gave
+        return self.freed_bytes + sum(
+            size for pointer, (alive, size) in self.saved.items() if alive.expired() or pointer not in kept
+        )
 
 
 def find_chunkable(
@@ -56,7 +79,8 @@ def find_chunkable(
 ) -> list[ChunkableModule]:
     """The outermost modules whose rows (or tokens) don't act on each other, and whose chunks would free memory.
 
-    Costs one forward of the step, and about eight small ones of each module on the way down to those that are found.
+    Costs one forward of the step, of which nothing is kept for a backward, and about eight small ones of each module
+    on the way down to those that are found.
     Names play no part: a module is run with some rows replaced and in halves. One that saves no more than it gives
     (a single linear layer, an embedding) is left out, since the whole outputs of a chunked module are kept; unless it
     reads what a much smaller module in chunks gives (a projection behind a norm), which then needn't be kept either.
@@ -71,104 +95,132 @@ def find_chunkable(
     Returns:
         The modules in the order of `named_modules`; none lies within another.
     """
-    seen = {id(part): _Seen() for part in module.modules()}
-    with _watched(module, seen, issued):
+    watch = _Watch(module, axis, issued)
+    with watch.entered():
         step()
-    found = list(_asked(module, "", seen, axis))
-    found += _readers(module, found, seen, axis)
+    found = list(_asked(module, "", watch.seen))
+    found += _readers(module, found, watch.seen)
     places = {name: place for place, (name, _) in enumerate(module.named_modules())}
     return sorted(found, key=lambda one: places[one.name])
 
 
+def _asked(module: nn.Module, prefix: str, seen: dict[int, _Seen]) -> Iterator[ChunkableModule]:
+    for name, child in module.named_children():
+        path, found = f"{prefix}{name}", seen[id(child)]
+        if found.output_bytes and found.freed_bytes <= found.output_bytes:
+            continue  # nor is there more within it
+        if not found.communicates and _is_independent(child, found):
+            yield ChunkableModule(path, child, found.freed_bytes, found.count)
+        else:
+            yield from _asked(child, f"{path}.", seen)
+
+
 def _readers(
-    module: nn.Module, found: list[ChunkableModule], seen: dict[int, _Seen], axis: AxisName
+    module: nn.Module, found: list[ChunkableModule], seen: dict[int, _Seen]
 ) -> Iterator[ChunkableModule]:
     """Modules that read what much smaller ones of those found give: in chunks it is computed again, not kept."""
-    weights = {id(part): count_weights(part) for part in module.modules()}
+    weights = {id(one.module): count_weights(one.module) for one in found}
     inside = {id(part) for one in found for part in one.module.modules()}
     for name, part in module.named_modules():
         note = seen[id(part)]
-        if id(part) in inside or note.call is None or note.communicates:
-            continue
-        read = {
-            pointer
-            for one in found
-            for pointer in seen[id(one.module)].gave & note.given
-            if is_cheap_beside(weights[id(one.module)], weights[id(part)])
-        }
-        if read and _is_independent(part, note.call, axis):
+        own = count_weights(part)
+        read = sum(
+            size for one, size in note.read.items() if one in weights and is_cheap_beside(weights[one], own)
+        )
+        if read and id(part) not in inside and not note.communicates and _is_independent(part, note):
             inside |= {id(one) for one in part.modules()}
-            yield ChunkableModule(name, part, sum(note.saved.get(pointer, 0) for pointer in read))
+            yield ChunkableModule(name, part, read, note.count)
 
 
-def _asked(
-    module: nn.Module, prefix: str, seen: dict[int, _Seen], axis: AxisName
-) -> Iterator[ChunkableModule]:
-    for name, child in module.named_children():
-        path, found = f"{prefix}{name}", seen[id(child)]
-        if found.call is not None and found.freed_bytes <= found.output_bytes:
-            continue  # nor is there more within it
-        if found.call is not None and not found.communicates and _is_independent(child, found.call, axis):
-            yield ChunkableModule(path, child, found.freed_bytes)
-        else:
-            yield from _asked(child, f"{path}.", seen, axis)
-
-
-def _is_independent(module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], name: AxisName) -> bool:
-    leaves, structure = paths_and_leaves(*given)
-    axis = find_axis(name, sys.maxsize, leaves)  # as many as the check asks at most
-    if axis is None or axis.count < 2:
+def _is_independent(module: nn.Module, seen: _Seen) -> bool:
+    if seen.call is None:
         return False
-    call = ChunkedCall(
-        module.forward, leaves, structure, (axis,), held_generators(module, (torch.Generator,))
-    )
     try:
-        return check_independence(module, call).is_final
+        return check_independence(module, seen.call).is_final
     except ChunkError:
         return False
 
 
-@contextmanager
-def _watched(root: nn.Module, seen: dict[int, _Seen], issued: Callable[[], int | None]) -> Iterator[None]:
-    """Note the calls of all submodules, and what is saved within each."""
-    running: list[_Seen] = []
-    before: list[int | None] = []
-    weights = {one.untyped_storage().data_ptr() for one in (*root.parameters(), *root.buffers())}
+class _Watch:
+    """Notes the calls of all submodules of a step, and what is saved within each; keeps nothing for a backward."""
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        note = seen[id(module)]
+    def __init__(self, root: nn.Module, axis: AxisName, issued: Callable[[], int | None]) -> None:
+        self.seen = {id(part): _Seen() for part in root.modules()}
+        self._root, self._axis, self._issued = root, axis, issued
+        self._weights = {_pointer(one) for one in (*root.parameters(), *root.buffers())}
+        self._running: list[_Running] = []
+        self._hooks: list[saved_tensors_hooks] = []
+        self._givers: dict[int, tuple[StorageWeakRef, int]] = {}  # of storages: the module that gave one last
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self._root.modules():
+                if part is not self._root:
+                    handles = (
+                        part.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                        part.register_forward_hook(self._leave, with_kwargs=True),
+                    )
+                    for handle in handles:
+                        stack.callback(handle.remove)
+            stack.enter_context(torch.enable_grad())
+            stack.callback(self._end)
+            self._hooks.append(self._hook())
+            yield
+
+    def _hook(self) -> saved_tensors_hooks:
+        """Begin to note what is saved; in each module anew, as activation checkpointing around it notes it, too."""
+        hook = saved_tensors_hooks(self._pack, lambda _: torch.empty(0))
+        hook.__enter__()
+        return hook
+
+    def _end(self) -> None:
+        """Stop; in modules, too, whose forward failed."""
+        while self._hooks:
+            self._hooks.pop().__exit__()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note = self.seen[id(module)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for one in tensors:
+            alive, giver = self._givers.get(_pointer(one), (None, 0))
+            if alive is not None and not alive.expired() and giver != id(module):
+                note.read[giver] = max(note.read.get(giver, 0), one.nbytes)
         if note.call is None:
-            note.call = (args, kwargs)
-        note.given |= {_pointer(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        running.append(note)
-        before.append(issued())
+            self._sample(module, note, args, kwargs)
+        self._running.append(_Running({_pointer(one) for one in tensors}, self._issued()))
+        self._hooks.append(self._hook())
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        note, count = running.pop(), before.pop()
-        note.communicates |= count is None or issued() != count
+    def _sample(self, module: nn.Module, note: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copies of a few rows and tokens of the arguments: the step may write to them."""
+        leaves, structure = paths_and_leaves(args, kwargs)
+        axis = find_axis(self._axis, sys.maxsize, leaves)
+        if axis is None or axis.count < 2:
+            return
+        first, note.count = axis.first(MOST_ASKED[self._axis]), axis.count
+        held = held_generators(module, (torch.Generator,))
+        call = ChunkedCall(module.forward, leaves, structure, (first,), held)
+        parts = call.given(((0, first.count),), call.tensors())
+        for index, part in zip(call.indices, parts, strict=True):
+            path, tensor = leaves[index]
+            leaves[index] = path, part.clone().requires_grad_(tensor.requires_grad)
+        note.call = ChunkedCall(module.forward, leaves, structure, (first,), held)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self._hooks.pop().__exit__()
+        note, running = self.seen[id(module)], self._running.pop()
+        note.communicates |= running.issued is None or self._issued() != running.issued
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        note.gave |= set(map(_pointer, tensors))
+        note.freed_bytes += running.end(set(map(_pointer, tensors)))
         note.output_bytes += sum(one.nbytes for one in tensors)
+        for one in tensors:
+            self._givers[_pointer(one)] = StorageWeakRef(one.untyped_storage()), id(module)
 
-    def pack(tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            for note in running:
-                note.saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output that its own node kept as this very object would never be freed
-
-    with ExitStack() as stack:
-        for part in root.modules():
-            if part is not root:
-                handles = (
-                    part.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-                    part.register_forward_hook(leave, with_kwargs=True),
-                )
-                for handle in handles:
-                    stack.callback(handle.remove)
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-        yield
+        if storage.data_ptr() not in self._weights:
+            for running in self._running:
+                running.save(storage)
 
 
 def _pointer(tensor: Tensor) -> int:

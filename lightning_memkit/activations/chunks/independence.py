@@ -19,7 +19,7 @@ from lightning_memkit.activations.chunks.module_state import ModuleState, wider_
 from lightning_memkit.activations.chunks.outputs import OutputPlace
 from lightning_memkit.utilities.generators import Generators
 
-_SAMPLE = {"rows": 8, "tokens": 256}  # at most so many are asked, and no more than a chunk holds
+MOST_ASKED = {"rows": 8, "tokens": 256}  # at most so many are asked, and no more than a chunk holds
 A_TENSOR = object()
 
 
@@ -53,7 +53,7 @@ def check_independence(module: nn.Module, call: ChunkedCall) -> CheckedOutputs:
         ChunkError: rows or tokens act on each other, an output has none of its own, or the forward changes the module.
     """
     state, generators = ModuleState(module), Generators(call.held)
-    axes = tuple(axis.first(min(axis.size, _SAMPLE[axis.name])) for axis in call.axes)
+    axes = tuple(axis.first(min(axis.size, MOST_ASKED[axis.name])) for axis in call.axes)
     whole: Ranges = tuple((0, axis.count) for axis in axes)
     leaves = list(call.leaves)
     for index, tensor in zip(call.indices, call.given(whole, call.tensors()), strict=True):

@@ -1,98 +1,156 @@
-"""Modules in chunks of rows, for batches that can't be split: the step sees the whole batch's outputs."""
+"""Modules in chunks of rows, for batches that can't be split, and of tokens, for rows that don't fit."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_memkit.activations.chunks.finding import find_chunkable
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memkit.activations.chunks.axes import AxisName
+from lightning_memkit.activations.chunks.finding import ChunkableModule, find_chunkable
 from lightning_memkit.activations.chunks.forwards import ChunkedForwards, ChunkSizes
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size, split_batch
-from lightning_memkit.micro_batching.ranks.agreement import any_rank
+from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.patching import Undo
 
 if TYPE_CHECKING:
     from lightning_memkit.micro_batching.proof.trials import Trials
 
-_ASKED_ROWS = (8, 32, 2)  # of the batch, in the step that finds the modules; more where it fails on so few
+# Of the batch, in the step that finds the modules; more where it fails on so few.
+_ASKED: dict[AxisName, tuple[int, ...]] = {"rows": (8, 32, 2), "tokens": (1, 2, 8)}
+_ASKED_TOKENS = 256
 
 
 class ModuleChunks:
-    """The modules of a run whose rows are independent, found where they are needed.
+    """The modules of a run whose rows, or tokens, are independent, found where they are needed.
 
     Args:
         run: the training loop.
 
     Attributes:
-        names: of the modules that run in chunks; None before they were looked for.
+        names: of the modules that run in chunks of rows, and of tokens; an axis is missing until they were looked for.
+        tokens: the tokens of the longest row that was seen.
     """
 
     def __init__(self, run: Run) -> None:
-        self.names: tuple[str, ...] | None = None
+        self.names: dict[AxisName, tuple[str, ...]] = {}
+        self.tokens = 0
         self._run = run
-        self._sizes = ChunkSizes()
+        self._sizes: dict[str, ChunkSizes] = {}
         self._undo: list[Undo] = []
+        self._rows: int | None = None
+        self._tokens: int | None = None
 
     def __str__(self) -> str:
-        names = self.names or ()
-        shown = ", ".join(names[:3])
-        shown = f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
-        rows = self._sizes.rows
-        return shown if rows is None else f"{shown} in chunks of {rows} {'row' if rows == 1 else 'rows'}"
+        said = []
+        sizes: tuple[tuple[AxisName, int | None], ...] = (("rows", self._rows), ("tokens", self._tokens))
+        for axis, size in sizes:
+            names = self.names.get(axis, ())
+            if size is not None and names:
+                shown = ", ".join(names[:3])
+                shown = f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+                said.append(f"{shown} in chunks of {size} {axis if size > 1 else axis.removesuffix('s')}")
+        return ", ".join(said) or "no module in chunks"
 
-    def find(self, step: Step, trials: "Trials") -> bool:
+    def find(self, step: Step, trials: "Trials", axis: AxisName) -> bool:
         """Find the modules by trials on a few rows, and patch them; whether there are any. All ranks must call it.
 
         None are looked for where ranks communicate in each forward (FSDP2): what one rank asks, all would have to.
         """
-        if self.names is None and self._run.meets_in_every_micro_batch:
-            self.names = ()
-        if self.names is None:
-            found, part = self._found(step, trials)
-            self.names = self._run.of_first_rank(lambda: found)
-            # In evaluation there is no backward to recompute in; and what can't be chunked then runs as it is.
-            forwards = ChunkedForwards(self._sizes, refuses=False, only_with_gradient=True)
-            modules = dict(self._run.module.named_modules())
-            self._undo = [forwards.patch(modules[name]) for name in self.names]
+        if axis not in self.names and self._run.meets_in_every_micro_batch:
+            self.names[axis] = ()
+        if axis not in self.names:
+            found, part = self._found(step, trials, axis)
+            self.names[axis] = names = self._run.of_first_rank(lambda: tuple(one.name for one in found))
+            longest = max((one.count for one in found), default=1)
+            if axis == "tokens":
+                self.tokens = int(largest_of_ranks(self._run, [max(longest, _row_length(step.batch))])[0])
+            for name in names:
+                self._patch(name)
             # The first call in chunks asks each module once more, and DDP makes its buckets anew in the second forward
             # after a backward: here, and not within a trial that measures.
-            self.resize(1)
-            for _ in range(2 if self.names else 0):
+            rows, tokens = self._rows, self._tokens
+            if axis == "rows":
+                self.resize(1, tokens)
+            else:
+                self.resize(rows, max(1, longest // 2))
+            for _ in range(2 if names else 0):
                 with suppress(Exception), trials.no_trace(step, part, seen=True):
                     trials.run(step, part)
-            self.resize(None)
-        return bool(self.names)
+            self.resize(rows, tokens)
+        return bool(self.names[axis])
 
-    def resize(self, rows: int | None) -> None:
-        """Put at most so many rows into a chunk; None for all."""
-        self._sizes.rows = rows
+    def resize(self, rows: int | None, tokens: int | None) -> None:
+        """Put at most so many rows, and so many tokens of each, into a chunk; None for all."""
+        self._rows, self._tokens = rows, tokens
+        for name, sizes in self._sizes.items():
+            sizes.rows = rows if name in self.names.get("rows", ()) else None
+            sizes.tokens = tokens if name in self.names.get("tokens", ()) else None
 
     def close(self) -> None:
         """Put the modules' own forwards back."""
         while self._undo:
             self._undo.pop()()
-        self.names = None
+        self.names = {}
 
-    def _found(self, step: Step, trials: "Trials") -> tuple[tuple[str, ...], Any]:
-        """The names of the modules, and the rows on which they were found."""
-        total, part = batch_size(step.batch), step.batch
-        for rows in _ASKED_ROWS:
-            part = step.batch if rows >= total else split_batch(step.batch, [rows, total - rows])[0]
-            found: tuple[str, ...] = ()
-            asked = partial(self._run_rows, step, part)
+    def _patch(self, name: str) -> None:
+        """Let a module run in chunks. In evaluation there is no backward to recompute in; there it runs as it is."""
+        if name not in self._sizes:
+            sizes = self._sizes[name] = ChunkSizes()
+            forwards = ChunkedForwards(sizes, refuses=False, only_with_gradient=True)
+            self._undo.append(forwards.patch(self._run.module.get_submodule(name)))
+
+    def _found(self, step: Step, trials: "Trials", axis: AxisName) -> tuple[list[ChunkableModule], Any]:
+        """The modules, and the part of the batch on which they were found."""
+        part = step.batch
+        for part in _parts(step.batch, axis):
+            found: list[ChunkableModule] = []
+            asked = partial(self._run_part, step, part)
             with suppress(Exception), trials.no_trace(step, part, seen=True):
-                modules = find_chunkable(self._run.module, asked, "rows", collectives_issued)
-                found = tuple(one.name for one in modules)
+                found = find_chunkable(self._run.module, asked, axis, collectives_issued)
             if any_rank(self._run, bool(found)):  # the same number of steps on each
                 return found, part
-        return (), part
+        return [], part
 
-    def _run_rows(self, step: Step, part: object) -> None:
-        """The step on a few rows. Where it fails, the modules that ran before are known."""
+    def _run_part(self, step: Step, part: object) -> None:
+        """The step on a part of the batch. Where it fails, the modules that ran before are known."""
         try:
             step.forward(self._run.transfer(part))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+
+
+def _parts(batch: Any, axis: AxisName) -> Iterator[Any]:
+    """What the step is run on to find modules, one after the other; as many on each rank."""
+    total = batch_size(batch)
+    for rows in _ASKED[axis]:
+        part = batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
+        if axis == "tokens":  # where the step takes fewer tokens, it needs less memory
+            yield _first_tokens(part)
+        yield part
+
+
+def _row_length(batch: Any) -> int:
+    """The length of the second dimension of the first tensor that has one."""
+    return next(
+        (leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1), 1
+    )
+
+
+def _first_tokens(batch: Any) -> Any:
+    """A batch with the first tokens of its rows, by the length of the first tensor's second dimension."""
+    length = _row_length(batch)
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] == length:
+                tensor = tensor.narrow(dim, 0, min(length, _ASKED_TOKENS))
+        return tensor
+
+    return batch if length <= _ASKED_TOKENS else tree_map_only(Tensor, cut, batch)

@@ -30,7 +30,7 @@ from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 WHOLE = 2**62  # samples in a micro-batch: any batch
-Form = tuple[int, int | None, int | None]
+Form = tuple[int, int | None, int | None, int | None]
 _LESS_PADDING = 0.9  # of the tokens: what makes copying and sorting rows worth while
 
 
@@ -81,6 +81,7 @@ class Partition:
         fewest: the fewest samples that the step runs on (batch normalization fails on one). No micro-batch holds less,
             though one may then hold more than `micro_batch_size`.
         chunk_rows: the most rows in a chunk of a module, where batches run whole and modules in chunks; else None.
+        chunk_tokens: the most tokens in a chunk of a module, where one row does not fit otherwise; else None.
     """
 
     micro_batch_size: int
@@ -96,6 +97,7 @@ class Partition:
     wide: frozenset[str] = field(default=frozenset(), init=False)
     fewest: int = field(default=1, init=False)
     chunk_rows: int | None = field(default=None, init=False)
+    chunk_tokens: int | None = field(default=None, init=False)
     _surveys_each: bool = field(default=False, init=False)
     _counts_nothing: int | None = field(default=None, init=False)
     _has_lone: range = field(default=range(0), init=False)
@@ -157,27 +159,36 @@ class Partition:
         """Split into runs of rows, padding included."""
         self.row_tokens = None
 
-    def run_in_chunks(self, chunk_rows: int | None) -> None:
-        """Run batches whole, and modules in chunks of at most so many rows."""
-        self.chunk_rows = chunk_rows
+    def run_in_chunks(self, rows: int | None, tokens: int | None = None) -> None:
+        """Run modules in chunks of at most so many rows, where batches are whole, and of so many tokens of each."""
+        self.chunk_rows, self.chunk_tokens = rows, tokens
 
     def need_rows(self, fewest: int) -> None:
         """Put at least so many samples into a micro-batch."""
         self.fewest = fewest
 
     @property
+    def in_chunks(self) -> bool:
+        """Whether modules run in chunks of rows or of tokens."""
+        return self.chunk_rows is not None or self.chunk_tokens is not None
+
+    @property
     def form(self) -> Form:
         """The sizes: `formed` splits the same way again."""
-        return self.micro_batch_size, self.row_tokens, self.chunk_rows
+        return self.micro_batch_size, self.row_tokens, self.chunk_rows, self.chunk_tokens
 
     @contextmanager
     def formed(self, form: Form) -> Iterator[None]:
         """A context in which batches are split as they were when `form` was read."""
-        now, (self.micro_batch_size, self.row_tokens, self.chunk_rows) = self.form, form
+        now = self.form
+        self._take(form)
         try:
             yield
         finally:
-            self.micro_batch_size, self.row_tokens, self.chunk_rows = now
+            self._take(now)
+
+    def _take(self, form: Form) -> None:
+        self.micro_batch_size, self.row_tokens, self.chunk_rows, self.chunk_tokens = form
 
     # What it tells
 

@@ -49,7 +49,7 @@ class PartsRunner:
         ranks: coordinates the ranks in each step.
         draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
         whole: compares with the whole batch, also where the step returned None for some of its micro-batches.
-        chunks: the modules that run in chunks where batches run whole.
+        chunks: the modules that run in chunks where batches run whole, or a row does not fit.
     """
 
     def __init__(self, run: Run, partition: Partition, watch: StepWatch, *, exact_window: bool) -> None:
@@ -101,7 +101,7 @@ class PartsRunner:
                 put_back()
 
     def _attempt(self, step: Step, attempt: Attempt) -> None:
-        self.chunks.resize(self.partition.chunk_rows)
+        self.chunks.resize(self.partition.chunk_rows, self.partition.chunk_tokens)
         weights = self._weights
         weights.begin(step)
         self.phase = "in splitting and weighing the batch"

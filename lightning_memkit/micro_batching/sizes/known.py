@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_memkit.memory.sizing import Sizing, part_sizes
+from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.micro_batching.sizes.peaks import ChunkSearch
 from lightning_memkit.micro_batching.sizes.sizing import (
     BudgetError,
     Foreseen,
@@ -72,8 +75,12 @@ class KnownSizes:
         """
         user, known = self._options.micro_batch_size, rows or self._resumed.get("chunk_rows")
         given = user if self._options.within == "modules" else "auto"
-        hints = SizeHints(remembered=known)
-        return choose_size(step, self._trials, self._options, given=given, hints=hints, chunks=chunks)
+        hints, total = (
+            SizeHints(remembered=known),
+            int(largest_of_ranks(step.run, [batch_size(step.batch)])[0]),
+        )
+        search = ChunkSearch(modules=chunks, axis="rows", most=total, rows=total)
+        return choose_size(step, self._trials, self._options, given=given, hints=hints, chunks=search)
 
     def whole(self, step: Step, *, why: str) -> Sizing:
         """Verify a batch that has no rows to split.

@@ -25,7 +25,7 @@ class Needs:
         checkpointed: whether activation checkpointing is in use already.
         fusable: whether the optimizer's class has a `fused` option that is off.
         offloadable: whether states are on an accelerator and could be in host memory.
-        in_chunks: the batch is whole, and sizes are those of chunks of its modules.
+        what: what needs them, if not a micro-batch or a whole batch.
     """
 
     weights: int
@@ -37,7 +37,7 @@ class Needs:
     checkpointed: bool
     fusable: bool = False
     offloadable: bool = False
-    in_chunks: bool = False
+    what: str = ""
 
     @classmethod
     def measured(cls, step: Step, *, part_peak: int | None, step_peak: int, states: list[Tensor]) -> "Needs":
@@ -79,9 +79,7 @@ def shortfall(
 
     A `size` of None is a batch that can't be split. `predicted` says which configurations were predicted to fit.
     """
-    what = "The whole batch" if size is None else f"A micro-batch of {size}"
-    if needs.in_chunks:
-        what = f"The whole batch with modules in chunks of {size} {'row' if size == 1 else 'rows'}"
+    what = needs.what or ("The whole batch" if size is None else f"A micro-batch of {size}")
     kept = (
         f"weights {format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
         f"{format_bytes(needs.states)}"

@@ -1,23 +1,20 @@
 """Choose the micro-batch size by measuring peaks on the real device."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-from torch import Tensor
 
 from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics
 from lightning_memkit.micro_batching.options import BudgetOptions
-from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
-from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
-from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.micro_batching.sizes.peaks import ChunkSearch, Peaks, largest_peak
 from lightning_memkit.micro_batching.sizes.recomputation import AutomaticPolicy
 from lightning_memkit.micro_batching.sizes.shortfall import Needs, shortfall
 from lightning_memkit.utilities.tensors import tensors_of
@@ -70,7 +67,7 @@ def choose_size(
     *,
     given: int | Literal["auto"],
     hints: SizeHints = SizeHints(),
-    chunks: ModuleChunks | None = None,
+    chunks: ChunkSearch | None = None,
 ) -> Sizing:
     """The largest micro-batch of the worst batch that fits when measured, or the given one; at most 8 trials.
 
@@ -80,32 +77,34 @@ def choose_size(
         options: the budget, and its headroom that has to stay free.
         given: the user's or a resumed run's size, which is only verified; or `"auto"`.
         hints: with `"auto"`, sizes to try first.
-        chunks: the worst batch is whole, and sizes are of these modules' chunks.
+        chunks: sizes are of these chunks, with `given` as well.
 
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
+        StepFailedError: with chunks, the step does not run on so few rows.
     """
     usable, foreseen = options.usable_bytes, hints.foreseen
     total = int(largest_of_ranks(step.run, [batch_size(step.batch)])[0])
     step.run.set_gradient_parts(total)
+    most = total if chunks is None else chunks.most
     policy, forecast = AutomaticPolicy(step.run), None
     if foreseen is not None and foreseen.peaks:
         forecast = Forecast(foreseen.peaks.__getitem__, foreseen.residual)
     with optimizer_state(step) as (states, step_peak):
-        peaks = _Peaks(step, trials, states, step_peak, total)
+        peaks = Peaks(step, trials, states, step_peak, total)
         peaks.chunks = chunks
 
         def search() -> Sizing | None:
             least = peaks.least
             if given != "auto":
-                size = min(max(given, least), total)
+                size = min(max(given, least), most)
                 return _verified(size, peaks.of(size), usable)
             try:
                 # The smallest size is measured without a limit: its peak tells how much the budget lacks.
                 return _automatic(
                     lambda size: peaks.of(size, None if size <= least else usable),
                     usable,
-                    total,
+                    most,
                     hints.remembered,
                     forecast,
                     least,
@@ -113,6 +112,8 @@ def choose_size(
             except NothingFitsError:
                 return None
             except StepFailedError:
+                if chunks is not None:
+                    raise
                 # The step fails on so few rows, and `least` has grown. This ends: an error on the whole batch
                 # is raised as it is.
                 return search()
@@ -125,8 +126,8 @@ def choose_size(
         if sizing is None:
             needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
             predicted = "" if foreseen is None else foreseen.remedy
-            size = min(peaks.least if given == "auto" else given, total)
-            needs = replace(needs, in_chunks=chunks is not None)
+            size = min(peaks.least if given == "auto" else given, most)
+            needs = needs if chunks is None else replace(needs, what=chunks.described(size, total))
             raise BudgetError(shortfall(needs, size, usable, options.headroom, predicted))
         sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
         if chunks is None and given == "auto" and sizing.candidates == ():
@@ -139,71 +140,9 @@ def choose_size(
     if foreseen is not None and forecast is not None and forecast.ratio is not None:
         foreseen.measured(forecast.ratio)
     if chunks is not None:
-        step.run.set_gradient_parts(1)
-        return replace(sizing, micro_batch_size=total, chunk_rows=sizing.micro_batch_size)
+        sizing = chunks.found(sizing)
     step.run.set_gradient_parts(-(-total // sizing.micro_batch_size))
     return sizing
-
-
-class _Peaks:
-    """Measures the peaks of micro-batches of the worst batch.
-
-    Attributes:
-        of_part_here: the peak of the last trial's forward and backward on this rank; None if it ran out of
-            memory.
-        of_part: the largest of all ranks' peaks.
-        fewest: the fewest samples on which the step may run, as far as known; above 1, it has failed on one less.
-        chunks: modules whose chunks have the size, where the batch is whole.
-    """
-
-    def __init__(self, step: Step, trials: Trials, states: list[Tensor], step_peak: int, total: int) -> None:
-        self.of_part_here: int | None = None
-        self.of_part: int | None = None
-        self.fewest = 1
-        self.chunks: ModuleChunks | None = None
-        self._runs_on = total
-        self._step, self._trials, self._total = step, trials, total
-        self._states, self._step_peak = states, step_peak
-
-    @property
-    def least(self) -> int:
-        """The least size that leaves no micro-batch of any batch with too few samples: 3 if 1 is too few."""
-        return min(2 * self.fewest - 1, self._total)
-
-    def try_one_row(self) -> None:
-        """Find out whether the step runs on one sample, unless that is known."""
-        if self._runs_on > 1:
-            with suppress(StepFailedError):
-                self.of(1)
-
-    def of(self, size: int, limit: int | None = None) -> int | None:
-        """The larger peak of a micro-batch of `size` and of the optimizer's step; None after an OOM on any rank.
-
-        Raises:
-            StepFailedError: the step does not run on so few samples, on this rank or another.
-        """
-        step, rows = self._step, size
-        if self.chunks is not None:
-            self.chunks.resize(size)
-            rows = self._total
-            is_only = step.run.batches_a_step == 1
-            self._trials.zeroes = is_only and step.run.zeroes_gradients(step.optimizer)
-        step.run.set_gradient_parts(-(-self._total // rows))
-        part = step.run.worst_batch(step.batch, rows)
-        held = [*self._states, *tensors_of(step.batch)]
-        failure: StepFailedError | None = None
-        try:
-            self.of_part_here = self._trials.peak_of(step, part, held, limit)
-        except StepFailedError as error:
-            failure = error
-        self._trials.zeroes = False
-        if any_rank(step.run, failure is not None):
-            self.fewest = max(self.fewest, size + 1)
-            raise failure or StepFailedError(RuntimeError("another rank's step failed"), skipped=False)
-        self._runs_on = min(self._runs_on, size)
-        self.of_part = _largest_of_ranks(step.run, self.of_part_here)
-        of_step = int(largest_of_ranks(step.run, [self._step_peak])[0])
-        return None if self.of_part is None else max(self.of_part, of_step)
 
 
 def _automatic(
@@ -280,14 +219,8 @@ def verify_whole(step: Step, trials: Trials, options: BudgetOptions, *, why: str
     step.run.set_gradient_parts(1)
     with optimizer_state(step) as (states, step_peak):
         part_peak = trials.peak_of(step, step.batch, [*states, *tensors_of(step.batch)], None)
-        peak = _largest_of_ranks(step.run, None if part_peak is None else max(part_peak, step_peak))
+        peak = largest_peak(step.run, None if part_peak is None else max(part_peak, step_peak))
         if peak is None or peak > usable:
             needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
             raise BudgetError(f"{shortfall(needs, None, usable, options.headroom)} {why}")
     return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
-
-
-def _largest_of_ranks(run: Run, peak: int | None) -> int | None:
-    """The largest peak of all ranks, so that all try the same sizes; None if one ran out of memory."""
-    largest = largest_of_ranks(run, [float("inf") if peak is None else peak])[0]
-    return None if largest == float("inf") else int(largest)

@@ -12,6 +12,7 @@ from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.verdicts import without_remedy
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
+from lightning_memkit.micro_batching.sizes.long_rows import LongRows
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -24,6 +25,7 @@ class WholeBatches:
         runner: runs the batches; its partition and its chunks are set here.
         trials: run steps that leave no trace.
         known: measures peaks.
+        long_rows: makes room where even chunks of one row don't fit.
         resumed: the state of the run that is resumed, whose chunks are used again.
     """
 
@@ -33,13 +35,17 @@ class WholeBatches:
         runner: PartsRunner,
         trials: Trials,
         known: KnownSizes,
+        long_rows: LongRows,
         resumed: Mapping[str, Any],
     ) -> None:
         self._options, self._runner, self._trials, self._known = options, runner, trials, known
+        self._long_rows = long_rows
         self._resumed = resumed
 
     def sizing(self, step: Step, mismatch: str) -> Sizing:
         """Measure the whole batch; where it does not fit, find modules and the most rows of a chunk that fit.
+
+        Where one row does not fit either, chunks are of tokens.
 
         Args:
             step: the batch's step.
@@ -51,6 +57,10 @@ class WholeBatches:
         partition = self._runner.partition
         is_given = self._options.within == "modules" and self._options.micro_batch_size != "auto"
         had = partition.chunk_rows is not None or bool(self._resumed.get("chunk_rows"))
+        if self._long_rows.in_use:
+            self._find(step)
+            if (sizing := self._long_rows.sizing(step, whole=True)) is not None:
+                return sizing
         if (had or is_given) and self._find(step):
             return self._in_chunks(step, mismatch)
         try:
@@ -58,6 +68,9 @@ class WholeBatches:
         except BudgetError as error:
             if self._find(step):
                 return self._in_chunks(step, mismatch)
+            sizing = self._of_tokens(step, mismatch)
+            if sizing is not None:
+                return sizing
             raise BudgetError(f"{mismatch} Whole it does not fit: {error}{self._why_none(step)}") from None
         if is_given:
             warnings.warn(
@@ -74,14 +87,24 @@ class WholeBatches:
         try:
             sizing = self._known.chunks(step, chunks, partition.chunk_rows)
         except BudgetError as error:
+            of_tokens = self._of_tokens(step, mismatch) if self._options.micro_batch_size == "auto" else None
+            if of_tokens is not None:
+                return of_tokens
             raise BudgetError(f"{mismatch} Whole it does not fit: {error}") from None
         if sizing.chunk_rows != partition.chunk_rows:
             partition.run_in_chunks(sizing.chunk_rows)
-            chunks.resize(sizing.chunk_rows)
+            chunks.resize(sizing.chunk_rows, None)
             step.run.info(
                 f"MemoryBudget: batches run whole, {chunks}, recomputed in the backward. {without_remedy(mismatch)}"
             )
         return sizing
+
+    def _of_tokens(self, step: Step, mismatch: str) -> Sizing | None:
+        """The tokens of a chunk, where one row does not fit; None where no module takes tokens one by one."""
+        try:
+            return self._long_rows.sizing(step, whole=True)
+        except BudgetError as error:
+            raise BudgetError(f"{mismatch} Whole it does not fit: {error}") from None
 
     def _why_none(self, step: Step) -> str:
         """Why no modules run in chunks."""
@@ -108,4 +131,4 @@ class WholeBatches:
         return True
 
     def _find(self, step: Step) -> bool:
-        return self._options.within != "step" and self._runner.chunks.find(step, self._trials)
+        return self._options.within != "step" and self._runner.chunks.find(step, self._trials, "rows")

@@ -70,7 +70,8 @@ class MemoryBudget(LeavesRunBehind, Callback):
             independent run in chunks of rows and again in the backward, and the step runs once, on the whole batch:
             any loss is exact, for one more forward of these modules; `micro_batch_size` is then that of a chunk.
             `"auto"`: batches run whole where they fit, are split where that is proven, and else modules run in
-            chunks.
+            chunks. With `"auto"` and `"modules"`, where even one row does not fit, modules that take tokens one by
+            one run in chunks of tokens.
 
     Raises:
         ValueError: an argument is outside its range, or the effective batch is no multiple of the loader
