@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_memkit import MemoryBudget
 from lightning_memkit.memory.meter import ByteMeter
 from tests.plugins.ranks import leave
+from tests.plugins.test_below_one_row import TOKENS, LongRows
+from tests.plugins.test_below_one_row import WIDTH as ROW_WIDTH
 from tests.plugins.test_within_modules import ROWS, WIDTH, Pairs
 from tests.plugins.toys import trainer, weights
 
@@ -40,12 +42,33 @@ def trained(*callbacks: Callback) -> Tensor:
     return weights(module)
 
 
+def trained_on_long_rows(*callbacks: Callback) -> Tensor:
+    """Rows of which one does not fit, two on each rank, unequal on the ranks."""
+    generator = torch.Generator().manual_seed(1)
+    data: Any = [
+        {"x": x} for x in torch.randn(16, TOKENS, ROW_WIDTH, generator=generator, dtype=torch.float64)
+    ]
+    torch.manual_seed(0)
+    module = LongRows().double()
+    fitted = trainer(*callbacks, max_steps=3, devices=2, strategy="ddp", precision="64-true")
+    fitted.fit(module, DataLoader(data, batch_size=2))
+    return weights(module)
+
+
 def main(path: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     budget, failing = MemoryBudget(BUDGET), FailsOnOne(BUDGET)
     found = {"plain": trained(), "chunks": trained(budget), "failed": trained(failing)}
     sizes = [[change.chunk_rows for change in one.history] for one in (budget, failing)]
+    of_a_row = MemoryBudget("1GiB", micro_batch_size=1)
+    trained_on_long_rows(of_a_row)
+    below, failing_below = (
+        kind(f"{of_a_row.peak_bytes * 3 // 4096}KiB") for kind in (MemoryBudget, FailsOnOne)
+    )
+    found |= {"plain rows": trained_on_long_rows(), "tokens": trained_on_long_rows(below)}
+    found["failed tokens"] = trained_on_long_rows(failing_below)
+    sizes += [[change.chunk_tokens for change in one.history] for one in (below, failing_below)]
     torch.save(
         {**found, "sizes": sizes, "retries": failing.retries}, f"{path}.{torch.distributed.get_rank()}"
     )
