@@ -108,7 +108,10 @@ def judge(
         first = min((one for one in found if one.ratio > 1), key=lambda one: one.at_step)
         kind = WARNED if _was_warned(case, run, found) else DIFFERENT
         return Verdict(kind, worst.where, worst.text, first.at_step, split)
-    if split and case.truth == ROWS_ACT and not case.warned:
+    # In float64, gradients, weights, values and state are then equal to 1e-12: what the rows of these batches do to
+    # each other is nothing, as where a router chose one expert for all of them.
+    shows_all = dtype == "float64" and not (case.float32_loss or others)
+    if split and case.truth == ROWS_ACT and not case.warned and not shows_all:
         return Verdict(DIFFERENT, SPLIT, "rows act on each other, and no dtype hides that", 0, split)
     return Verdict(EQUAL if split else WHOLE, worst.where, worst.text, split=split)
 

@@ -306,6 +306,20 @@ def test_a_term_that_looks_at_rows_is_not_taken_for_one_that_looks_at_none() -> 
     assert cell.verdict.outcome in (WHOLE, REFUSED), exactness.told(cell, 4)
 
 
+@pytest.mark.parametrize(
+    ("seed", "dtype", "outcome"),
+    [(200, "float64", EQUAL), (200, "float32", EQUAL), (205, "float64", REFUSED)],
+)
+def test_batches_whose_rows_do_nothing_to_each_other_may_be_split(
+    seed: int, dtype: str, outcome: str
+) -> None:
+    """A balancing term beside a sum: in all batches of seed 200 the router chooses one expert for every row."""
+    case = next(case for case in drawn_cases(2, 95) if case.name == "drawn_2086")
+    (cell,) = exactness.cells_of(case, seed, dtype, [1])
+    assert cell.verdict.outcome == outcome, exactness.told(cell, 2)
+    assert cell.verdict.split == (outcome == EQUAL)
+
+
 @pytest.mark.parametrize(("name", "seed", "dtype", "size"), FOUND)
 def test_what_was_found_is_not_different(name: str, seed: int, dtype: str, size: int | str) -> None:
     (cell,) = exactness.cells_of(BY_NAME[name], seed, dtype, [size])

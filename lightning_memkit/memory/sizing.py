@@ -1,6 +1,6 @@
 """Find the largest micro-batch whose measured peak fits, by a few trials and linear interpolation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memkit.memory.units import format_bytes
@@ -93,29 +93,26 @@ def largest_fitting(
     peak_of: Callable[[int], int | None],
     *,
     usable_bytes: int,
-    most: int,
+    sizes: Sequence[int],
     most_trials: int = 8,
     forecast: Forecast | None = None,
-    least: int = 1,
 ) -> Sizing:
-    """The largest size up to `most` that was measured to fit; takes a few trials, one if a forecast holds.
+    """The largest of some sizes that was measured to fit; takes a few trials, one if a forecast holds.
 
     Two small sizes give a line; the size that it predicts is tried, and each result moves the line or narrows
     the interval. A forecast makes the first guess, which is accepted at once if its peak is as predicted.
-    Only sizes that give different numbers of micro-batches are tried: of 8 samples, 5, 6 and 7 all make two.
 
     Args:
         peak_of: measures a size; None if it runs out of memory.
         usable_bytes: the most that the peak may be.
-        most: the samples of the effective batch.
+        sizes: ascending; see `part_sizes`.
         most_trials: how many sizes may be measured.
         forecast: predicted peaks of sizes.
-        least: no smaller size is tried.
 
     Raises:
-        NothingFitsError: the least size does not fit.
+        NothingFitsError: the first size does not fit.
     """
-    candidates = [size for size in part_sizes(most) if size >= min(least, most)]
+    candidates = list(sizes)
     trials: list[Trial] = []
     low, high = -1, len(candidates)  # indices: the largest that fits, the smallest that does not
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_memkit.micro_batching import WeighBy, Weigher
-from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.parts.cut import Splitter
 
 Enforce = Literal["verified", "always"]
 Within = Literal["auto", "step", "modules"]

@@ -228,7 +228,10 @@ class Recovery:
         partition = self._runner.partition
         was = f", {self._runner.chunks}" if partition.in_chunks else ""
         rows, failed = partition.micro_batch_size, self._shrink(step, failure)
-        of, into = f"a micro-batch of {rows if was else failed}", f"in micro-batches of {partition.micro_batch_size}"
+        of, into = (
+            f"a micro-batch of {rows if was else failed}",
+            f"in micro-batches of {partition.micro_batch_size}",
+        )
         if partition.keeps_whole or partition.unsplittable:
             of, into = "the whole batch", "whole"
         if partition.in_chunks:
@@ -243,11 +246,9 @@ class Recovery:
     def _shrink(self, step: Step, failure: str) -> int:
         """Halve the size; returns the one that failed."""
         partition = self._runner.partition
-        if partition.chunk_tokens is not None:
-            size = partition.chunk_tokens
-        else:
-            size = partition.chunk_rows or (1 if partition.keeps_whole else partition.micro_batch_size)
-            size = size if partition.keeps_whole else min(size, batch_size(step.batch))
+        size = 1 if partition.keeps_whole and not partition.in_chunks else partition.finest
+        if partition.chunk_tokens is None and not partition.keeps_whole:
+            size = min(size, batch_size(step.batch))
         failed = self._runner.ranks.largest(size)
         if failed == 1 and partition.row_tokens is not None:
             partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
@@ -259,32 +260,22 @@ class Recovery:
             self._repeated = True
         else:
             self._failed.add(failed)
-            self._set_size((failed + 1) // 2)
+            partition.resize_finest((failed + 1) // 2)
         self._resized(step, retry=True)
         return failed
 
     def _grow(self, step: Step) -> None:
         """After enough steps without an OOM, try the size that last ran out of memory once more."""
         partition = self._runner.partition
-        size = self._failed.due(partition.chunk_tokens or partition.chunk_rows or partition.micro_batch_size)
+        size = self._failed.due(partition.finest)
         if size is None:
             return
         what = "chunks" if partition.in_chunks else "micro-batches"
         step.run.info(
             f"MemoryBudget: {self._failed.patience} steps without an OOM; {what} of {size} are tried again."
         )
-        self._set_size(size)
+        partition.resize_finest(size)
         self._resized(step, retry=False)
-
-    def _set_size(self, size: int) -> None:
-        """That of micro-batches; of chunks, where modules run in chunks."""
-        partition = self._runner.partition
-        if partition.chunk_tokens is not None:
-            partition.run_in_chunks(partition.chunk_rows, size)
-        elif partition.chunk_rows is not None:
-            partition.run_in_chunks(size)
-        else:
-            partition.resize(size)
 
     @property
     def _failed(self) -> FailedSizes:

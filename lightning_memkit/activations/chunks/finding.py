@@ -146,7 +146,8 @@ class _Watch:
 
     def __init__(self, root: nn.Module, axis: AxisName, issued: Callable[[], int | None]) -> None:
         self.seen = {id(part): _Seen() for part in root.modules()}
-        self._root, self._axis, self._issued = root, axis, issued
+        self._axis: AxisName = axis
+        self._root, self._issued = root, issued
         self._weights = {_pointer(one) for one in (*root.parameters(), *root.buffers())}
         self._running: list[_Running] = []
         self._hooks: list[saved_tensors_hooks] = []
@@ -197,7 +198,7 @@ class _Watch:
         axis = find_axis(self._axis, sys.maxsize, leaves)
         if axis is None or axis.count < 2:
             return
-        first, note.count = axis.first(MOST_ASKED[self._axis]), axis.count
+        note.count, first = axis.count, axis.first(MOST_ASKED[self._axis])
         held = held_generators(module, (torch.Generator,))
         call = ChunkedCall(module.forward, leaves, structure, (first,), held)
         parts = call.given(((0, first.count),), call.tensors())

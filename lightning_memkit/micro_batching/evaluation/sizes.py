@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
+from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.evaluation.comparison import RETURNS, Comparisons, Pairs
@@ -106,7 +106,9 @@ class EvaluationSizes:
             return self._trials.peak_of(step, size, None if size == 1 else usable)
 
         try:
-            sizing = largest_fitting(peak_of, usable_bytes=usable, most=extent.rows, most_trials=_MOST_TRIALS)
+            sizing = largest_fitting(
+                peak_of, usable_bytes=usable, sizes=part_sizes(extent.rows), most_trials=_MOST_TRIALS
+            )
         except NothingFitsError as error:
             short = _shortfall(step.hook, error.peak_bytes, usable, self._options.headroom)
             raise BudgetError(short) from None

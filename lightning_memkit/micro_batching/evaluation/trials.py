@@ -15,7 +15,7 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.micro_batching.evaluation.state import EvaluationRollback
 from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
-from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.parts.cut import Splitter
 from lightning_memkit.micro_batching.proof.optimizer_trial import states_on
 from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.run import Run

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import joined
+from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.loss_names import same_number
 from lightning_memkit.micro_batching.parts.part_values import GivenValues, PartValues
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition
+from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import normalized
 from lightning_memkit.micro_batching.graph import observation
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition
+from lightning_memkit.micro_batching.parts.cut import Cut
+from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.divisors import BatchSums

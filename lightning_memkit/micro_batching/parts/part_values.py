@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_memkit.micro_batching import SplittableBatch
+from lightning_memkit.micro_batching.parts.cut import Cut, Splitter, rows_together
 from lightning_memkit.micro_batching.parts.facets import Facets, facets_of, telling_first
 from lightning_memkit.micro_batching.parts.logged_entries import Entries
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
-from lightning_memkit.micro_batching.parts.partition import Cut, Splitter, rows_together
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
 from lightning_memkit.micro_batching.parts.whole_values import OfWhole

@@ -1,33 +1,28 @@
 """How batches are split: into runs of rows, or by tokens where rows can drop their padding; and who may change it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_memkit.micro_batching import (
-    SplitError,
     Weigher,
     batch_size,
     even_sizes,
-    picked_rows,
     split_batch,
 )
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
+from lightning_memkit.micro_batching.parts.cut import Cut, Splitter
 from lightning_memkit.micro_batching.parts.token_parts import (
-    TokenPart,
     extent_of,
     parts_by_tokens,
     take_part,
     wide_tensors,
-    widened,
 )
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
-
-Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 WHOLE = 2**62  # samples in a micro-batch: any batch
 Form = tuple[int, int | None, int | None, int | None]
@@ -163,9 +158,23 @@ class Partition:
         """Run modules in chunks of at most so many rows, where batches are whole, and of so many tokens of each."""
         self.chunk_rows, self.chunk_tokens = rows, tokens
 
+    def resize_finest(self, size: int) -> None:
+        """Resize what is split the finest: chunks of tokens, of rows, or micro-batches."""
+        if self.chunk_tokens is not None:
+            self.chunk_tokens = size
+        elif self.chunk_rows is not None:
+            self.chunk_rows = size
+        else:
+            self.micro_batch_size = size
+
     def need_rows(self, fewest: int) -> None:
         """Put at least so many samples into a micro-batch."""
         self.fewest = fewest
+
+    @property
+    def finest(self) -> int:
+        """The size of what is split the finest (see `resize_finest`)."""
+        return self.chunk_tokens or self.chunk_rows or self.micro_batch_size
 
     @property
     def in_chunks(self) -> bool:
@@ -216,7 +225,7 @@ class Partition:
         """Whether the batch that begins a window is surveyed before it runs."""
         return self._surveys_each or self._counts_nothing == batch_idx
 
-    def cut(self, batch: Any) -> "Cut":
+    def cut(self, batch: Any) -> Cut:
         """The micro-batches of a batch."""
         if self.keeps_whole:
             return Cut(parts=[batch], sizes=[1])
@@ -226,7 +235,7 @@ class Partition:
         by_tokens = self._cut_by_tokens(batch)
         return by_tokens or Cut(parts=split_batch(batch, sizes, split=self.split), sizes=sizes)
 
-    def _cut_by_tokens(self, batch: Any) -> "Cut | None":
+    def _cut_by_tokens(self, batch: Any) -> Cut | None:
         """Micro-batches by tokens, where that computes a tenth less of padding, or the same in fewer of them."""
         if self.row_tokens is None or self.split is not None or self.fewest > 1:
             return None
@@ -242,55 +251,3 @@ class Partition:
         return Cut(
             parts=parts, sizes=[len(place.rows) for place in places], places=places, columns=extent.columns
         )
-
-
-@dataclass(kw_only=True)
-class Cut:
-    """A split batch: its micro-batches, their sizes, and where each is from unless it is a run of rows.
-
-    Args:
-        parts: the micro-batches.
-        sizes: the number of samples in each.
-        places: the rows and columns of each, where they are formed by tokens.
-        columns: of the batch, with `places`.
-    """
-
-    parts: list[Any]
-    sizes: list[int]
-    places: list[TokenPart] | None = None
-    columns: int = 0
-
-    def as_wide_as_the_batch(self, index: int, output: Any) -> Any:
-        """What the step returned for a micro-batch, padded to the columns of the whole batch."""
-        return output if self.places is None else widened(output, self.places[index], self.columns)
-
-    def rows_of(self, index: int) -> list[int]:
-        """The indices of the batch's rows in a micro-batch."""
-        if self.places is not None:
-            return list(self.places[index].rows)
-        first = sum(self.sizes[:index])
-        return list(range(first, first + self.sizes[index]))
-
-    def rows(self, indices: Sequence[int]) -> list[int] | None:
-        """The indices of the batch's rows in some micro-batches; None where they are in order."""
-        return None if self.places is None else [row for i in indices for row in self.places[i].rows]
-
-
-def rows_together(
-    batch: Any, cut: Cut, split: Splitter | None, first: int, second: int, *, adjacent: bool
-) -> tuple[Any, list[Any]] | None:
-    """The rows of two micro-batches as one, and as two; None where such a batch can't be made.
-
-    `adjacent`: rows can't be picked out of the batch, so that only neighbours can be joined.
-    """
-    rows = cut.rows_of(first), cut.rows_of(second)
-    if not adjacent:
-        try:
-            return picked_rows(batch, [*rows[0], *rows[1]]), [picked_rows(batch, own) for own in rows]
-        except (SplitError, TypeError, ValueError, RuntimeError):
-            return None  # structures of the user's own
-    if second != first + 1:
-        return None
-    before, after = rows[0][0], sum(cut.sizes) - rows[1][-1] - 1
-    sizes = [size for size in (before, len(rows[0]) + len(rows[1]), after) if size]
-    return split_batch(batch, sizes, split=split)[1 if before else 0], [cut.parts[first], cut.parts[second]]

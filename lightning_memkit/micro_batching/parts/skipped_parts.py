@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun
+from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.loss_rounding import difference
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition
+from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
 

@@ -11,8 +11,9 @@ from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
+from lightning_memkit.micro_batching.parts.cut import Splitter
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
-from lightning_memkit.micro_batching.parts.partition import Combination, Splitter
+from lightning_memkit.micro_batching.parts.partition import Combination
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict

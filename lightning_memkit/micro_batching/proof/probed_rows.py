@@ -25,7 +25,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
     weigher,
 )
-from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.parts.cut import Splitter
 from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
 from lightning_memkit.micro_batching.splitting import named_tensors
 

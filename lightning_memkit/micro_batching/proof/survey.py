@@ -10,7 +10,8 @@ from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.graph.term_values import TermValues
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition, rows_together
+from lightning_memkit.micro_batching.parts.cut import Cut, rows_together
+from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import (

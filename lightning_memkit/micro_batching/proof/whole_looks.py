@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_values import TermValues
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition
+from lightning_memkit.micro_batching.parts.cut import Cut
+from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import quiet

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lightning_memkit.activations.chunks.axes import AxisName
-from lightning_memkit.memory.sizing import Sizing
+from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
@@ -14,7 +14,8 @@ from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.tensors import tensors_of
 
-_MOST_CHUNKS = 256  # of tokens, of the longest row
+_MOST_CHUNKS = 256  # that are tried at first
+_APART = 4  # sizes of chunks that are tried: a trial costs a step of the whole batch, or of a long row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class ChunkSearch:
         most: rows of the batch, or tokens of its longest row.
         rows: in a micro-batch.
         chunk_rows: with chunks of tokens, the rows of a chunk, where batches are whole and modules in chunks of both.
+        from_one: try chunks of one.
     """
 
     modules: ModuleChunks
@@ -34,11 +36,15 @@ class ChunkSearch:
     most: int
     rows: int
     chunk_rows: int | None = None
+    from_one: bool = False
 
     @property
-    def least(self) -> int:
-        """The smallest chunk that is tried: of very few tokens only kernels would be slow, and the peak the same."""
-        return 1 if self.axis == "rows" else -(-self.most // _MOST_CHUNKS)
+    def sizes(self) -> list[int]:
+        """Those that are tried, smaller than all; of few among very many, kernels would be slow, the peak the same."""
+        sizes = [1 if self.from_one else -(-self.most // _MOST_CHUNKS)]
+        while sizes[-1] * _APART < self.most // 2:
+            sizes.append(sizes[-1] * _APART)
+        return sorted({*sizes, max(1, self.most // 2)})
 
     def resize(self, size: int) -> None:
         """Run the modules in chunks of this size."""
@@ -89,7 +95,14 @@ class Peaks:
     @property
     def least(self) -> int:
         """The least size that leaves no micro-batch of any batch with too few samples: 3 if 1 is too few."""
-        return min(2 * self.fewest - 1, self._total) if self.chunks is None else self.chunks.least
+        return min(2 * self.fewest - 1, self._total) if self.chunks is None else 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that are tried: those that give different numbers of micro-batches, or a few of chunks."""
+        least = self.least
+        parts = [size for size in part_sizes(self._total) if size >= least]
+        return parts if self.chunks is None else self.chunks.sizes
 
     def try_one_row(self) -> None:
         """Find out whether the step runs on one sample, unless that is known."""

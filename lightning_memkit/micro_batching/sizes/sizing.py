@@ -1,6 +1,6 @@
 """Choose the micro-batch size by measuring peaks on the real device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -95,19 +95,18 @@ def choose_size(
         peaks.chunks = chunks
 
         def search() -> Sizing | None:
-            least = peaks.least
             if given != "auto":
-                size = min(max(given, least), most)
+                size = min(max(given, peaks.least), most)
                 return _verified(size, peaks.of(size), usable)
+            sizes = peaks.sizes
             try:
                 # The smallest size is measured without a limit: its peak tells how much the budget lacks.
                 return _automatic(
-                    lambda size: peaks.of(size, None if size <= least else usable),
+                    lambda size: peaks.of(size, None if size <= sizes[0] else usable),
                     usable,
-                    most,
-                    hints.remembered,
+                    sizes,
+                    None if hints.remembered is None else min(max(hints.remembered, peaks.least), most),
                     forecast,
-                    least,
                 )
             except NothingFitsError:
                 return None
@@ -121,12 +120,15 @@ def choose_size(
         if chunks is None and total > 1 and (given == 2 or with_batch_statistics(step.run.module)):
             peaks.try_one_row()
         sizing = search()
+        if sizing is None and chunks is not None and chunks.axis == "rows" and chunks.sizes[0] > 1:
+            chunks = peaks.chunks = replace(chunks, from_one=True)
+            sizing = search()
         if sizing is None and policy.tightened(peaks.of_part, usable):
             sizing = search()
         if sizing is None:
             needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
             predicted = "" if foreseen is None else foreseen.remedy
-            size = min(peaks.least if given == "auto" else given, most)
+            size = min(peaks.sizes[0] if given == "auto" else given, most)
             needs = needs if chunks is None else replace(needs, what=chunks.described(size, total))
             raise BudgetError(shortfall(needs, size, usable, options.headroom, predicted))
         sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
@@ -148,30 +150,21 @@ def choose_size(
 def _automatic(
     peak_of: Callable[[int], int | None],
     usable: int,
-    total: int,
+    sizes: Sequence[int],
     remembered: int | None,
     forecast: Forecast | None = None,
-    least: int = 1,
 ) -> Sizing:
     """The remembered size if it fits, else the largest size that does."""
     if remembered is None:
         return largest_fitting(
-            peak_of,
-            usable_bytes=usable,
-            most=total,
-            most_trials=_MOST_TRIALS,
-            forecast=forecast,
-            least=least,
+            peak_of, usable_bytes=usable, sizes=sizes, most_trials=_MOST_TRIALS, forecast=forecast
         )
-    size = min(max(remembered, least), total)
-    peak = peak_of(size)
-    sizing = _verified(size, peak, usable)
+    peak = peak_of(remembered)
+    sizing = _verified(remembered, peak, usable)
     if sizing is not None:
         return sizing
-    first = Trial(micro_batch_size=size, peak_bytes=peak)
-    sizing = largest_fitting(
-        peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS - 1, least=least
-    )
+    first = Trial(micro_batch_size=remembered, peak_bytes=peak)
+    sizing = largest_fitting(peak_of, usable_bytes=usable, sizes=sizes, most_trials=_MOST_TRIALS - 1)
     return replace(sizing, trials=(first, *sizing.trials))
 
 

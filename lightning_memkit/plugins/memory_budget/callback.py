@@ -25,7 +25,7 @@ from lightning_memkit.micro_batching.options import (
     check_options,
     check_within,
 )
-from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.parts.cut import Splitter
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
 from lightning_memkit.plugins.memory_budget._forecast import foreseen
