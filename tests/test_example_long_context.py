@@ -34,7 +34,8 @@ def test_a_row_that_does_not_fit_is_learned(tmp_path: Path, capsys: Any) -> None
     for budget in ("1GiB", "9MiB"):
         Seen.budgets.clear()
         options = [
-            f"--data.source={text}", "--data.context=2048", "--data.documents.validation=0.2", f"--model.config={size}",
+            f"--data.source={text}", "--data.context=2048", "--data.documents.validation=0.2",
+            f"--model.config={size}",
             "--trainer.max_steps=4", f"--trainer.callbacks.budget={budget}",
             "--trainer.callbacks+=tests.test_example_long_context.Seen",
         ]  # fmt: skip

@@ -151,6 +151,37 @@ def test_nothing_to_chunk_is_said() -> None:
         trained(MemoryBudget("64MiB", within="modules", micro_batch_size=3), **options)
 
 
+class Negates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x  # its backward does not need x
+
+
+class WritesLater(Pairs):
+    """Writes to what an encoder was given, which a second forward would need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Sequential(Negates(), *tower().children())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        x = self.stem(batch["x"])
+        out = self.first(x)
+        x.add_(1)
+        return {"loss": self.loss(out, self.second(batch["y"]))}
+
+
+def test_a_step_that_writes_to_an_input_later_does_not_run_in_chunks() -> None:
+    options = {"module": WritesLater, "data": rows(torch.float32), "max_steps": 2}
+    trained(**options)
+    with pytest.raises(
+        BudgetError, match="The step fails where first, second run in chunks: is an input written"
+    ):
+        trained(MemoryBudget("430KiB"), **options)
+    with pytest.warns(NoEffectWarning, match="The step fails where first, second run in chunks"):
+        trained(MemoryBudget("64MiB", within="modules", micro_batch_size=3), **options)
+
+
 class Fails(MemoryBudget):
     """Fails one allocation of batch 2's step."""
 

@@ -1,6 +1,6 @@
 """Modules in chunks of rows, for batches that can't be split, and of tokens, for rows that don't fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,11 +35,13 @@ class ModuleChunks:
     Attributes:
         names: of the modules that run in chunks of rows, and of tokens; an axis is missing until they were looked for.
         tokens: the tokens of the longest row that was seen.
+        fails: why modules that were found don't run in chunks; empty if they do, or none were.
     """
 
     def __init__(self, run: Run) -> None:
         self.names: dict[AxisName, tuple[str, ...]] = {}
         self.tokens = 0
+        self.fails = ""
         self._run = run
         self._sizes: dict[str, ChunkSizes] = {}
         self._undo: list[Undo] = []
@@ -70,20 +72,29 @@ class ModuleChunks:
             longest = max((one.count for one in found), default=1)
             if axis == "tokens":
                 self.tokens = int(largest_of_ranks(self._run, [max(longest, _row_length(step.batch))])[0])
-            for name in names:
-                self._patch(name)
-            # The first call in chunks asks each module once more, and DDP makes its buckets anew in the second forward
-            # after a backward: here, and not within a trial that measures.
-            rows, tokens = self._rows, self._tokens
-            if axis == "rows":
-                self.resize(1, tokens)
-            else:
-                self.resize(rows, max(1, longest // 2))
-            for _ in range(2 if names else 0):
-                with suppress(Exception), trials.no_trace(step, part, seen=True):
-                    trials.run(step, part)
-            self.resize(rows, tokens)
+            self._patch(names)
+            chunk = (1, self._tokens) if axis == "rows" else (self._rows, -(-longest // 2))
+            if names and not self._runs(step, trials, part, chunk):
+                shown = ", ".join(names[:3])
+                self.fails = f" The step fails where {shown} run in chunks: is an input written to later?"
+                self.names[axis] = ()
         return bool(self.names[axis])
+
+    def _runs(self, step: Step, trials: "Trials", part: object, chunk: tuple[int | None, int | None]) -> bool:
+        """Whether the step runs in chunks, if it runs without: inputs that are written to later are needed once more.
+
+        The first call in chunks asks each module once more, and DDP makes its buckets anew in the second forward after
+        a backward: here, and not within a trial that measures.
+        """
+        before, failed = (self._rows, self._tokens), []
+        for sizes in (before, chunk, chunk):
+            self.resize(*sizes)
+            failed.append(True)
+            with suppress(Exception), trials.no_trace(step, part, seen=True):
+                trials.run(step, part)
+                failed[-1] = False
+        self.resize(*before)
+        return not any_rank(self._run, any(failed[1:]) and not failed[0])
 
     def resize(self, rows: int | None, tokens: int | None) -> None:
         """Put at most so many rows, and so many tokens of each, into a chunk; None for all."""
@@ -98,9 +109,9 @@ class ModuleChunks:
             self._undo.pop()()
         self.names = {}
 
-    def _patch(self, name: str) -> None:
-        """Let a module run in chunks. In evaluation there is no backward to recompute in; there it runs as it is."""
-        if name not in self._sizes:
+    def _patch(self, names: Sequence[str]) -> None:
+        """Let modules run in chunks; as they are in evaluation, where there is no backward to recompute in."""
+        for name in (one for one in names if one not in self._sizes):
             sizes = self._sizes[name] = ChunkSizes()
             forwards = ChunkedForwards(sizes, refuses=False, only_with_gradient=True)
             self._undo.append(forwards.patch(self._run.module.get_submodule(name)))

@@ -115,7 +115,7 @@ class WholeBatches:
                 " Modules that run in chunks are not looked for where ranks communicate in each forward: call "
                 "checkpoint_chunks on the sharded modules."
             )
-        return " No module in it treats its rows independently."
+        return self._runner.chunks.fails or " No module in it treats its rows independently."
 
     def rescue(self, step: Step) -> bool:
         """After a whole batch ran out of memory: run modules in chunks of half its rows; False if there are none."""
