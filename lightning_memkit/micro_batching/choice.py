@@ -246,7 +246,7 @@ class PartsChoice:
         """The whole batch where it can't be split; else a known size, or the largest that fits, or a row in chunks."""
         if self._mismatch and self._runs_whole:
             return self._whole.sizing(step, self._mismatch)
-        return self._long_rows.unless_fits(step, lambda: self.known.size(step, foreseen))
+        return self._long_rows.unless_fits(step, lambda: self.known.size(step, foreseen), foreseen)
 
     def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
         """Times sizes, where the size is open and the loss is known to add up; else None."""

@@ -13,7 +13,7 @@ from lightning_memkit.activations.chunks.finding import ChunkableModule, find_ch
 from lightning_memkit.activations.chunks.forwards import ChunkedForwards, ChunkSizes
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.patching import Undo
@@ -141,7 +141,9 @@ def _parts(batch: Any, axis: AxisName) -> Iterator[Any]:
     """What the step is run on to find modules, one after the other; as many on each rank."""
     total = batch_size(batch)
     for rows in _ASKED[axis]:
-        part = batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
+        part = batch
+        with suppress(SplitError):  # the user has a split of their own
+            part = batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
         if axis == "tokens":  # where the step takes fewer tokens, it needs less memory
             yield _first_tokens(part)
         yield part

@@ -12,7 +12,7 @@ from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.sizes.peaks import ChunkSearch
-from lightning_memkit.micro_batching.sizes.sizing import BudgetError, SizeHints, choose_size
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen, SizeHints, choose_size
 
 
 class LongRows:
@@ -36,12 +36,13 @@ class LongRows:
         known = self._resumed.get("chunk_tokens") is not None and self._options.within != "step"
         return self._runner.partition.chunk_tokens is not None or known
 
-    def sizing(self, step: Step, *, whole: bool) -> Sizing | None:
+    def sizing(self, step: Step, *, whole: bool, foreseen: Foreseen | None = None) -> Sizing | None:
         """The tokens of a chunk: as known, or the most that fit; None where no module takes tokens one by one.
 
         Args:
             step: the batch's step.
             whole: the batch can't be split.
+            foreseen: what was predicted to fit instead, for the error.
 
         Raises:
             BudgetError: even the smallest chunk does not fit.
@@ -58,7 +59,10 @@ class LongRows:
             rows=self._rows(step) if whole else 1 if given == "auto" else int(given),
             chunk_rows=rows,
         )
-        hints = SizeHints(remembered=partition.chunk_tokens or self._resumed.get("chunk_tokens"))
+        hints = SizeHints(
+            remembered=partition.chunk_tokens or self._resumed.get("chunk_tokens"),
+            foreseen=None if foreseen is None else Foreseen(remedy=foreseen.remedy),
+        )
         before = partition.chunk_rows, partition.chunk_tokens
         try:
             sizing = choose_size(step, self._trials, self._options, given="auto", hints=hints, chunks=search)
@@ -73,8 +77,13 @@ class LongRows:
             step.run.info(f"MemoryBudget: a row does not fit at once; {chunks}, recomputed in the backward.")
         return sizing
 
-    def unless_fits(self, step: Step, of_rows: Callable[[], Sizing]) -> Sizing:
+    def unless_fits(self, step: Step, of_rows: Callable[[], Sizing], foreseen: Foreseen | None) -> Sizing:
         """The sizing of micro-batches of rows; where none fits, or chunks of tokens are in use, the sizing of these.
+
+        Args:
+            step: the batch's step.
+            of_rows: measures micro-batches.
+            foreseen: what was predicted.
 
         Raises:
             BudgetError: neither fits.
@@ -84,7 +93,7 @@ class LongRows:
         try:
             return of_rows()
         except BudgetError:
-            sizing = self.sizing(step, whole=False)
+            sizing = self.sizing(step, whole=False, foreseen=foreseen)
             if sizing is None:
                 raise
             return sizing
@@ -92,7 +101,8 @@ class LongRows:
     def rescue(self, step: Step) -> bool:
         """After the smallest part of a batch ran out of memory: use chunks of half a row; False if none are found."""
         partition = self._runner.partition
-        if partition.chunk_tokens is not None or not self._find(step):
+        has_rows = not (partition.whole or partition.misfit)
+        if partition.chunk_tokens is not None or not has_rows or not self._find(step):
             return False
         partition.run_in_chunks(partition.chunk_rows, (self._runner.chunks.tokens + 1) // 2)
         return True
