@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +39,12 @@ def pytest_collection_finish() -> None:
     """Keep garbage collections short: each fit makes some, among half a million objects of pytest's and torch's."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand where the README's commands are given."""
+    monkeypatch.chdir(Path(__file__).parent.parent)
 
 
 @pytest.fixture(autouse=True, scope="module")

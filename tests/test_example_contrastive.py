@@ -8,7 +8,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_memkit import MemoryBudget
-from tests.examples import ROOT, losses_in, train
+from tests.examples import losses_in, train
+
+pytestmark = pytest.mark.usefixtures("at_root")
 
 NAME = "contrastive"
 
@@ -24,12 +26,6 @@ class Seen(pl.Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self.first.append(float(trainer.callback_metrics["val_first"]))
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture

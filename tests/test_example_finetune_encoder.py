@@ -8,7 +8,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_memkit import MemoryBudget
-from tests.examples import EXAMPLES, ROOT, losses_in, train
+from tests.examples import EXAMPLES, losses_in, train
+
+pytestmark = pytest.mark.usefixtures("at_root")
 
 NAME = "finetune_encoder"
 TINY: dict[str, Any] = {
@@ -25,12 +27,6 @@ class Seen(pl.Callback):
     def on_train_end(self, trainer, pl_module):
         budget = next(one for one in vars(trainer)["callbacks"] if isinstance(one, MemoryBudget))
         self.histories.append(budget.history)
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.examples import EXAMPLES, ROOT, losses_in, train
+from tests.examples import EXAMPLES, losses_in, train
 
 NAME = "finetune_hf_causal_lm"
 CHAT, TOKENIZER = EXAMPLES / NAME / "chat.jsonl", EXAMPLES / NAME / "tokenizer"
@@ -24,6 +24,7 @@ SHORT = [
     "--model.warmup_steps=1",
 ]
 pytestmark = [
+    pytest.mark.usefixtures("at_root"),
     pytest.mark.filterwarnings("ignore:PagedAdamW8bit moves its states"),  # on a GPU it pages
     pytest.mark.filterwarnings("ignore:torch_dtype is deprecated"),
 ]
@@ -39,12 +40,6 @@ class Weights(pl.Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.runs.append((self.first, {name: p.detach().clone() for name, p in pl_module.named_parameters()}))
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 def test_random_weights_learn_the_answers(

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.examples import ROOT, losses_in, train
+from tests.examples import losses_in, train
+
+pytestmark = pytest.mark.usefixtures("at_root")
 
 NAME = "image_classification"
 SMALL_NET = ["--model.net.width=8", "--model.net.blocks=2"]
@@ -16,12 +18,6 @@ SMALL_VIT: dict[str, Any] = {
     "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 10,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.filterwarnings("ignore:.*normalize with statistics of the batch:UserWarning")

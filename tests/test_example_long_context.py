@@ -7,7 +7,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_memkit import MemoryBudget
-from tests.examples import ROOT, losses_in, train
+from tests.examples import losses_in, train
+
+pytestmark = pytest.mark.usefixtures("at_root")
 
 
 class Seen(pl.Callback):
@@ -17,12 +19,6 @@ class Seen(pl.Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.budgets += [one for one in vars(trainer)["callbacks"] if isinstance(one, MemoryBudget)]
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 def test_a_row_that_does_not_fit_is_learned(tmp_path: Path, capsys: Any) -> None:

@@ -8,19 +8,15 @@ import pytest
 import yaml
 
 from lightning_memkit.cli import main
-from tests.examples import EXAMPLES, ROOT, losses_in, train
+from tests.examples import EXAMPLES, losses_in, train
+
+pytestmark = pytest.mark.usefixtures("at_root")
 
 NAME = "one_card_24gb"
 TINY = {
     "model_type": "llama", "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 def planned(path: Path) -> dict[str, Any]:

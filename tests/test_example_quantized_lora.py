@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
-from tests.examples import ROOT, losses_in, train
+from tests.examples import losses_in, train
 
 NAME = "quantized_lora"
 TINY = {
@@ -15,7 +15,10 @@ TINY = {
 }  # fmt: skip
 
 # peft 0.21 asks transformers 5.23 by a name that the latter deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("at_root"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 class Kept(Callback):
@@ -25,12 +28,6 @@ class Kept(Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.modules.append(pl_module)
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])

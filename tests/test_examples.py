@@ -104,12 +104,6 @@ def train(folder: Path, corpus: Path, *arguments: str) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 
-@pytest.fixture
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.usefixtures("at_root")
 def test_demo_trains_within_its_budget_and_reports(tmp_path: Path, corpus: Path, capsys) -> None:
     checkpoint = train(tmp_path, corpus, "--trainer.max_steps=12", "--model.warmup_steps=2")

@@ -10,6 +10,8 @@ from tests.data.a224f13.copy_yaml import TO as FOLDER
 from tests.docs.test_pages import ROOT, modules_in, parse_config
 from tests.test_examples import configs_with
 
+pytestmark = pytest.mark.usefixtures("at_root")
+
 FILES = sorted(path for path in FOLDER.rglob("*.yaml") if path.relative_to(FOLDER).parts[0] != "docs")
 FENCES = sorted((FOLDER / "docs").rglob("*.yaml"))
 # The page named a module beneath the public names, `lightning_memkit.plugins.contamination`, and these have moved.
@@ -18,12 +20,6 @@ MOVED = {"docs/techniques/packed_attention-137.yaml"}
 
 def named(path: Path) -> str:
     return str(path.relative_to(FOLDER))
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where the README's commands are given."""
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)

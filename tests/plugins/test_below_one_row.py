@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import ActivationCheckpointing, MemoryBudget
-from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
+from tests.plugins.failing_chunks import assert_goes_on_in_chunks, assert_retried_wherever_it_fails
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import trained, trainer, weights
 
@@ -174,71 +174,9 @@ def test_a_run_goes_on_in_the_chunks_of_the_one_it_resumes(tmp_path: Path) -> No
     assert float((found - resumed(lambda: [], [])).abs().max()) <= 1e-11
 
 
-class Fails(MemoryBudget):
-    """Fails one allocation of batch 2's step."""
-
-    def __init__(self, budget: str, fail_at: int) -> None:
-        super().__init__(budget)
-        self.meter = ByteMeter(fail_at=fail_at)
-
-    def drive(self, step: Any, optimize: Any) -> Any:
-        if step.batch_idx != 2 or self._engine is None:
-            return super().drive(step, optimize)
-        with self.meter:
-            return super().drive(step, optimize)
-
-
-def at_chunks(*sizes: int) -> type[MemoryBudget]:
-    """A callback that sets the tokens of a chunk batch by batch: the fault-free run."""
-
-    class Sets(MemoryBudget):
-        def drive(self, step: Any, optimize: Any) -> Any:
-            if self._engine is not None:
-                self._engine.runner.partition.run_in_chunks(None, sizes[min(step.batch_idx, len(sizes) - 1)])
-            return super().drive(step, optimize)
-
-    return Sets
-
-
 def test_an_allocation_that_fails_anywhere_is_retried_in_smaller_chunks() -> None:
-    small = below(peak_of_a_row(), 0.75)
-    counted = Fails(small, 10**9)
-    straight, _ = run(counted)
-    assert counted.sizing is not None
-    chunk = counted.sizing.chunk_tokens
-    assert chunk is not None
-    smaller = (chunk + 1) // 2
-    oracle, _ = run(at_chunks(chunk, chunk, smaller)(small))
-    total = counted.meter.allocations
-    assert total > 100
-    retried = 0
-    for fail_at in range(0, total, -(-total // 8)):
-        budget = Fails(small, fail_at)
-        module, _ = run(budget)
-        # What fails in the optimizer's own step is finished there.
-        assert torch.equal(weights(module), weights(oracle if budget.retries else straight)), fail_at
-        assert budget.history[-1].chunk_tokens == (smaller if budget.retries else chunk)
-        retried += budget.retries
-    assert retried >= 4
+    assert_retried_wherever_it_fails(run, below(peak_of_a_row(), 0.75), "chunk_tokens", 8)
 
 
 def test_a_row_that_fit_until_it_ran_out_of_memory_goes_on_in_chunks() -> None:
-    plain, _ = run()
-    budget = MemoryBudget("64MiB")
-    fails = iter([40, 60])
-
-    def drive(step: Any, optimize: Any) -> Any:
-        """Twice, as the first time may be a fragmented cache."""
-
-        def failing() -> Any:
-            at = next(fails, None) if step.batch_idx == 2 else None
-            with ByteMeter(fail_at=at):
-                return optimize()
-
-        return MemoryBudget.drive(budget, step, failing)
-
-    budget.drive = drive
-    module, _ = run(budget)
-    assert budget.retries == 2
-    assert budget.history[-1].chunk_tokens == TOKENS // 2
-    assert float((weights(module) - weights(plain)).abs().max()) <= 1e-11
+    assert_goes_on_in_chunks(run, "chunk_tokens", TOKENS // 2)
