@@ -121,6 +121,11 @@ def narrowed(leaf: Tensor, index: int, axes: Sequence[ChunkAxis], chunk: Ranges)
     return leaf
 
 
+def as_dense(part: Tensor, whole: Tensor) -> Tensor:
+    """A view's copy where it lost the whole's order in memory: modules and kernels may ask their arguments for it."""
+    return part.contiguous() if whole.is_contiguous() else part
+
+
 def document_ends(cu_seqlens: Tensor, begin: int, end: int) -> Tensor:
     """The ends of the documents between two of them, counted from the first."""
     return cu_seqlens[(cu_seqlens >= begin) & (cu_seqlens <= end)] - begin

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from lightning_memkit.activations.chunks.axes import (
     ChunkAxis,
     Ranges,
+    as_dense,
     chunks_of,
     document_ends,
     is_ends,
@@ -46,14 +47,13 @@ class SurroundingModes:
 
 @dataclass(frozen=True)
 class GivenInChunks:
-    """Where a tensor comes from.
+    """Where an argument of a call in chunks comes from: another call in chunks, which can give it again.
 
     Attributes:
         call: the chunks that gave it.
         number: which of their outputs it is.
         place: where its rows and tokens are.
         tensors: the arguments of that call, which its own node keeps anyway; empty once they are kept for the reader.
-        weights: how many numbers the module's parameters have.
         node: autograd's; another one behind the tensor means that it was changed since.
     """
 
@@ -61,7 +61,6 @@ class GivenInChunks:
     number: int
     place: OutputPlace
     tensors: tuple[Tensor, ...]
-    weights: int
     node: Any
 
     def let_go(self) -> "GivenInChunks":
@@ -200,7 +199,7 @@ class ChunkedCall:
 
     def _given(self, index: int, tensor: Tensor, chunk: Ranges) -> Tensor:
         if not is_ends(self.leaves[index][0]):
-            return narrowed(tensor, index, self.axes, chunk)
+            return as_dense(narrowed(tensor, index, self.axes, chunk), tensor)
         for axis, (begin, end) in zip(self.axes, chunk, strict=True):
             length = int(tensor[-1]) // axis.count
             tensor = document_ends(tensor, begin * length, end * length)

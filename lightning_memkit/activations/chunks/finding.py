@@ -45,9 +45,8 @@ class _Seen:
     freed_bytes: int = 0
     output_bytes: int = 0
     communicates: bool = False
-    read: dict[int, int] = field(
-        default_factory=dict
-    )  # bytes that it reads of what another module (its id) gave
+    # Bytes that it reads of what another module gave, by that module's id
+    read: dict[int, int] = field(default_factory=dict)
 
 
 class _Running:
@@ -80,10 +79,10 @@ def find_chunkable(
     """The outermost modules whose rows (or tokens) don't act on each other, and whose chunks would free memory.
 
     Costs one forward of the step, of which nothing is kept for a backward, and about eight small ones of each module
-    on the way down to those that are found.
-    Names play no part: a module is run with some rows replaced and in halves. One that saves no more than it gives
-    (a single linear layer, an embedding) is left out, since the whole outputs of a chunked module are kept; unless it
-    reads what a much smaller module in chunks gives (a projection behind a norm), which then needn't be kept either.
+    on the way down to those that are found. Names play no part: a module is run with some rows replaced and in halves.
+    One that saves no more than it gives (a single linear layer, an embedding) is left out, since the whole outputs of
+    a chunked module are kept; unless it reads what a much smaller module in chunks gives (a projection behind a norm),
+    which then needn't be kept either.
 
     Args:
         module: its submodules are asked, from the outside in.

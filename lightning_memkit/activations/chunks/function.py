@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_memkit.activations.chunks.axes import ChunkError
+from lightning_memkit.activations.chunks.axes import ChunkError, as_dense
 from lightning_memkit.activations.chunks.call import ChunkedCall
 from lightning_memkit.activations.chunks.leaves import leaves_behind
 from lightning_memkit.activations.chunks.outputs import JoinedOutputs, OutputPlace
@@ -50,7 +50,9 @@ class ChunkedArguments(torch.autograd.Function):
         ]
         for number, chunk in enumerate(call.chunks):
             of_chunk = [
-                place.narrowed(grad, chunk) if grad is not None and place.is_of(chunk) else None
+                as_dense(place.narrowed(grad, chunk), grad)
+                if grad is not None and place.is_of(chunk)
+                else None
                 for place, grad in zip(places, grads, strict=True)
             ]
             for index, grad in _gradients(call, number, (kept, ctx.parameters), needed, of_chunk):

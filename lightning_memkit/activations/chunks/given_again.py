@@ -30,7 +30,7 @@ def mark_given(
         return
     for number, (one, place) in enumerate(zip(outputs, places, strict=True)):
         if one.grad_fn is not None:
-            setattr(one, _MARK, GivenInChunks(call, number, place, tensors, call.weights, one.grad_fn))
+            setattr(one, _MARK, GivenInChunks(call, number, place, tensors, one.grad_fn))
 
 
 def sources_of(call: ChunkedCall) -> dict[int, GivenInChunks]:
@@ -44,7 +44,7 @@ def sources_of(call: ChunkedCall) -> dict[int, GivenInChunks]:
             and source.call.chunks == call.chunks
             and source.place.dims == tuple(axis.dims[index] for axis in call.axes)
             and set(source.place.ratios) == {1}
-            and is_cheap_beside(source.weights, call.weights)
+            and is_cheap_beside(source.call.weights, call.weights)
         ):
             found[number] = source
     return found

@@ -164,6 +164,6 @@ def _first_tokens(batch: Any) -> Any:
         for dim in range(1, tensor.ndim):
             if tensor.shape[dim] == length:
                 tensor = tensor.narrow(dim, 0, min(length, _ASKED_TOKENS))
-        return tensor
+        return tensor.contiguous()
 
     return batch if length <= _ASKED_TOKENS else tree_map_only(Tensor, cut, batch)

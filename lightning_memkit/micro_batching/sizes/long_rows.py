@@ -37,7 +37,7 @@ class LongRows:
         return self._runner.partition.chunk_tokens is not None or known
 
     def sizing(self, step: Step, *, whole: bool, foreseen: Foreseen | None = None) -> Sizing | None:
-        """The tokens of a chunk: as known, or the most that fit; None where no module takes tokens one by one.
+        """The tokens of a chunk: as known, or the most of those tried that fit; None where no module takes them alone.
 
         Args:
             step: the batch's step.

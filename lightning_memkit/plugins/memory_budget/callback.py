@@ -76,8 +76,10 @@ class MemoryBudget(LeavesRunBehind, Callback):
     Raises:
         ValueError: an argument is outside its range, or the effective batch is no multiple of the loader
             batch.
-        BudgetError: before the first step, if a micro-batch of 1 exceeds the budget or the loss can't be
-            split; before a later step, if the probe finds only then that the loss can't be split.
+        BudgetError: before the first step, if neither a micro-batch of 1 nor modules in small chunks fit; before a
+            later step, if the probe finds only then that the loss can't be split, and the batch does not fit whole
+            or with modules in chunks. With `within="step"`, also if the loss can't be split and the batch does not
+            fit.
     """
 
     splits_batches = True

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_memkit import checkpoint_chunks
 from lightning_memkit.activations.chunks.finding import find_chunkable
 from tests.activations.chunks.test_libraries import ROWS, VOCABULARY, causal_model, clip_model, pairs
 
@@ -30,6 +32,61 @@ def test_what_takes_tokens_one_by_one_in_a_llama() -> None:
     } == projections  # they read what norms in chunks give
     rows = [one.name for one in find_chunkable(net, lambda: net(ids, labels=ids).loss, "rows")]
     assert rows == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5", "mamba"])
+def test_models_that_view_their_arguments_have_chunks_of_tokens(kind: str) -> None:
+    """MLPs of Conv1D, encoders, relative positions, a scan: found, with the unchunked gradients."""
+    import transformers as hf
+
+    small: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    t5: dict[str, Any] = {
+        "d_model": 16,
+        "d_ff": 48,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    configs: dict[str, Any] = {
+        "gpt2": lambda: hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                vocab_size=50, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+            )
+        ),
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(vocab_size=50, **small, **dropout)),
+        "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=50, dropout_rate=0, **t5)),
+        "mamba": lambda: hf.MambaForCausalLM(
+            hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2)
+        ),
+    }
+    parts = {
+        "gpt2": "h.1.mlp",
+        "bert": "layer.1.output",
+        "t5": "encoder.block.1.layer.1",
+        "mamba": "in_proj",
+    }
+    ids = torch.randint(3, 50, (2, 30), generator=torch.Generator().manual_seed(1))
+    gradients: list[list[Any]] = []
+    for tokens in (None, 7):
+        torch.manual_seed(0)
+        net = configs[kind]().double().train()
+        net.config.use_cache = False
+        if tokens is not None:
+            found = find_chunkable(net, lambda net=net: net(input_ids=ids, labels=ids).loss, "tokens")
+            assert any(one.name.endswith(parts[kind]) for one in found), [one.name for one in found]
+            for one in found:
+                checkpoint_chunks(one.module, tokens=tokens)
+        net(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([weight.grad for weight in net.parameters()])
+    for plain, chunked in zip(*gradients, strict=True):
+        assert (plain is None and chunked is None) or torch.allclose(plain, chunked, rtol=1e-9, atol=1e-13)
 
 
 class Mixed(nn.Module):
