@@ -85,6 +85,7 @@ class ChunkedCall:
         axes: by what the call is split.
         held: torch's generators that the module has besides the global ones.
         weights: how many numbers the module's parameters have.
+        unit: number of the modules whose weights are gathered together with this one's; None if that is unknown.
         chunks: begin and end of every chunk, an axis.
         indices: which leaves are tensors.
         sources: where those among these come from that are computed again instead of kept, by their number.
@@ -96,6 +97,7 @@ class ChunkedCall:
     axes: tuple[ChunkAxis, ...]
     held: Sequence[torch.Generator] = ()
     weights: int = 0
+    unit: int | None = None
     chunks: list[Ranges] = field(init=False)
     indices: list[int] = field(init=False)
     sources: dict[int, GivenInChunks] = field(init=False, default_factory=dict)

@@ -16,6 +16,8 @@ from lightning_memkit.activations.chunks.axes import AxisName, ChunkError, find_
 from lightning_memkit.activations.chunks.call import ChunkedCall
 from lightning_memkit.activations.chunks.given_again import count_weights, is_cheap_beside
 from lightning_memkit.activations.chunks.independence import MOST_ASKED, check_independence
+from lightning_memkit.activations.chunks.units import WeightUnit, units_of
+from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.utilities.generators import held_generators
 
 
@@ -74,53 +76,62 @@ class _Running:
 
 
 def find_chunkable(
-    module: nn.Module, step: Callable[[], Any], axis: AxisName, issued: Callable[[], int | None] = lambda: 0
+    module: nn.Module,
+    step: Callable[[], Any],
+    axis: AxisName,
+    issued: Callable[[], int | None] = lambda: 0,
+    *,
+    has_backward: bool = False,
 ) -> list[ChunkableModule]:
     """The outermost modules whose rows (or tokens) don't act on each other, and whose chunks would free memory.
 
-    Costs one forward of the step, of which nothing is kept for a backward, and about eight small ones of each module
-    on the way down to those that are found. Names play no part: a module is run with some rows replaced and in halves.
-    One that saves no more than it gives (a single linear layer, an embedding) is left out, since the whole outputs of
-    a chunked module are kept; unless it reads what a much smaller module in chunks gives (a projection behind a norm),
-    which then needn't be kept either.
+    Costs the step, and about eight small forwards of each module on the way down to those that are found. Names play
+    no part: a module is run with some rows replaced and in halves. One that saves less than it gives (a
+    single linear layer, an embedding) is left out; unless it reads what a much smaller module in chunks gives (a
+    projection behind a norm), which then needn't be kept either. Of modules that FSDP2 shards by themselves none holds
+    several: it would gather within chunks.
 
     Args:
-        module: its submodules are asked, from the outside in.
+        module: its submodules are asked, from the outside in. Where some are sharded, all ranks must ask.
         step: one forward over a few different rows, with gradient; what it changes besides is the caller's.
         axis: `"rows"` or `"tokens"`.
-        issued: how many collectives this rank has issued so far, None if that is unknown. A module that issues some is
-            not asked, nor chunked: ranks might do so unequally often.
+        issued: how many collectives this rank has issued so far, None if that is unknown. A module that issues some in
+            its forward is not asked, nor chunked: ranks might do so unequally often.
+        has_backward: the step runs its backward, too; else nothing is kept for one.
 
     Returns:
         The modules in the order of `named_modules`; none lies within another.
     """
-    watch = _Watch(module, axis, issued)
+    watch = _Watch(module, axis, issued, keeps=has_backward)
     with watch.entered():
         step()
-    found = list(_asked(module, "", watch.seen))
-    found += _readers(module, found, watch.seen)
-    places = {name: place for place, (name, _) in enumerate(module.named_modules())}
-    return sorted(found, key=lambda one: places[one.name])
+    found: list[ChunkableModule] = []
+    for unit in units_of(module):
+        with unit.gathered():
+            of_unit = [one for name, top in unit.tops.items() for one in _asked(name, top, watch.seen)]
+            found += [*of_unit, *_readers(unit, of_unit, watch.seen)]
+    places = {id(part): place for place, part in enumerate(module.modules())}
+    return sorted({id(one.module): one for one in found}.values(), key=lambda one: places[id(one.module)])
 
 
-def _asked(module: nn.Module, prefix: str, seen: dict[int, _Seen]) -> Iterator[ChunkableModule]:
-    for name, child in module.named_children():
-        path, found = f"{prefix}{name}", seen[id(child)]
-        if found.output_bytes and found.freed_bytes <= found.output_bytes:
-            continue  # nor is there more within it
-        if not found.communicates and _is_independent(child, found):
-            yield ChunkableModule(path, child, found.freed_bytes, found.count)
-        else:
-            yield from _asked(child, f"{path}.", seen)
+def _asked(name: str, module: nn.Module, seen: dict[int, _Seen]) -> Iterator[ChunkableModule]:
+    found = seen[id(module)]
+    if found.freed_bytes < found.output_bytes:
+        return  # nor is there more within it
+    if not found.communicates and _is_independent(module, found):
+        yield ChunkableModule(name, module, found.freed_bytes, found.count)
+        return
+    for inner, child in module.named_children():
+        yield from _asked(f"{name}.{inner}", child, seen)
 
 
 def _readers(
-    module: nn.Module, found: list[ChunkableModule], seen: dict[int, _Seen]
+    unit: WeightUnit, found: list[ChunkableModule], seen: dict[int, _Seen]
 ) -> Iterator[ChunkableModule]:
     """Modules that read what much smaller ones of those found give: in chunks it is computed again, not kept."""
     weights = {id(one.module): count_weights(one.module) for one in found}
     inside = {id(part) for one in found for part in one.module.modules()}
-    for name, part in module.named_modules():
+    for name, part in unit.modules().items():
         note = seen[id(part)]
         own = count_weights(part)
         read = sum(
@@ -141,13 +152,23 @@ def _is_independent(module: nn.Module, seen: _Seen) -> bool:
 
 
 class _Watch:
-    """Notes the calls of all submodules of a step, and what is saved within each; keeps nothing for a backward."""
+    """Notes the calls of all submodules of a step, and what is saved within each.
 
-    def __init__(self, root: nn.Module, axis: AxisName, issued: Callable[[], int | None]) -> None:
+    Args:
+        root: holds the modules.
+        axis: by what their calls are sampled.
+        issued: counts collectives.
+        keeps: what is saved for a backward.
+    """
+
+    def __init__(
+        self, root: nn.Module, axis: AxisName, issued: Callable[[], int | None], *, keeps: bool
+    ) -> None:
         self.seen = {id(part): _Seen() for part in root.modules()}
         self._axis: AxisName = axis
+        self._keeps = keeps
         self._root, self._issued = root, issued
-        self._weights = {_pointer(one) for one in (*root.parameters(), *root.buffers())}
+        self._weights = _pointers(*_weights(root))
         self._running: list[_Running] = []
         self._hooks: list[saved_tensors_hooks] = []
         self._givers: dict[int, tuple[StorageWeakRef, int]] = {}  # of storages: the module that gave one last
@@ -158,7 +179,8 @@ class _Watch:
             for part in self._root.modules():
                 if part is not self._root:
                     handles = (
-                        part.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                        # After FSDP2's own, which gathers.
+                        part.register_forward_pre_hook(self._enter, with_kwargs=True),
                         part.register_forward_hook(self._leave, with_kwargs=True),
                     )
                     for handle in handles:
@@ -170,7 +192,7 @@ class _Watch:
 
     def _hook(self) -> saved_tensors_hooks:
         """Begin to note what is saved; in each module anew, as activation checkpointing around it notes it, too."""
-        hook = saved_tensors_hooks(self._pack, lambda _: torch.empty(0))
+        hook = saved_tensors_hooks(self._pack, lambda kept: torch.empty(0) if kept is None else kept)
         hook.__enter__()
         return hook
 
@@ -180,15 +202,19 @@ class _Watch:
             self._hooks.pop().__exit__()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_backward():  # recomputed
+            return
         note = self.seen[id(module)]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for one in tensors:
-            alive, giver = self._givers.get(_pointer(one), (None, 0))
-            if alive is not None and not alive.expired() and giver != id(module):
-                note.read[giver] = max(note.read.get(giver, 0), one.nbytes)
+            for pointer in _pointers(one):
+                alive, giver = self._givers.get(pointer, (None, 0))
+                if alive is not None and not alive.expired() and giver != id(module):
+                    note.read[giver] = max(note.read.get(giver, 0), one.nbytes)
         if note.call is None:
             self._sample(module, note, args, kwargs)
-        self._running.append(_Running({_pointer(one) for one in tensors}, self._issued()))
+        # Gathered weights were not there when the step began.
+        self._running.append(_Running(_pointers(*tensors, *_weights(module)), self._issued()))
         self._hooks.append(self._hook())
 
     def _sample(self, module: nn.Module, note: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,21 +233,33 @@ class _Watch:
         note.call = ChunkedCall(module.forward, leaves, structure, (first,), held)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if _is_backward():
+            return
         self._hooks.pop().__exit__()
         note, running = self.seen[id(module)], self._running.pop()
         note.communicates |= running.issued is None or self._issued() != running.issued
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        note.freed_bytes += running.end(set(map(_pointer, tensors)))
+        note.freed_bytes += running.end(_pointers(*tensors))
         note.output_bytes += sum(one.nbytes for one in tensors)
-        for one in tensors:
-            self._givers[_pointer(one)] = StorageWeakRef(one.untyped_storage()), id(module)
+        for storage in (storage for one in tensors for storage in storages_of(one)):
+            self._givers[storage.data_ptr()] = StorageWeakRef(storage), id(module)
 
-    def _pack(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            for running in self._running:
-                running.save(storage)
+    def _pack(self, tensor: Tensor) -> Tensor | None:
+        for storage in storages_of(tensor):
+            if storage.data_ptr() not in self._weights:
+                for running in self._running:
+                    running.save(storage)
+        # Not the tensor itself: an output that its own node keeps as a Python object would never be freed.
+        return tensor.detach() if self._keeps else None
 
 
-def _pointer(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _pointers(*tensors: Tensor) -> set[int]:
+    return {storage.data_ptr() for one in tensors for storage in storages_of(one)}
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -23,6 +23,7 @@ from lightning_memkit.activations.chunks.call import ChunkedCall
 from lightning_memkit.activations.chunks.function import ChunkedArguments, ChunkedOutputs
 from lightning_memkit.activations.chunks.given_again import count_weights, mark_given, sources_of
 from lightning_memkit.activations.chunks.independence import A_TENSOR, CheckedOutputs, check_independence
+from lightning_memkit.activations.chunks.units import sharded_within
 from lightning_memkit.utilities.generators import held_generators
 from lightning_memkit.utilities.patching import Undo, replace_method
 
@@ -50,10 +51,19 @@ class ChunkedForwards:
         sizes: of chunks.
         refuses: raise an error where a call can't run in chunks; else it runs as it is.
         only_with_gradient: leave calls without gradient as they are.
+        unit: number of the modules whose weights are gathered together; None if that is unknown.
     """
 
-    def __init__(self, sizes: ChunkSizes, *, refuses: bool = True, only_with_gradient: bool = False) -> None:
+    def __init__(
+        self,
+        sizes: ChunkSizes,
+        *,
+        refuses: bool = True,
+        only_with_gradient: bool = False,
+        unit: int | None = None,
+    ) -> None:
         self.is_on = True
+        self._unit = unit
         self._sizes, self._refuses, self._only_with_gradient = sizes, refuses, only_with_gradient
         self._checked: WeakKeyDictionary[nn.Module, dict[Any, CheckedOutputs | None]] = WeakKeyDictionary()
 
@@ -77,7 +87,7 @@ class ChunkedForwards:
         leaves, structure = paths_and_leaves(args, kwargs, _names(type(module).forward))
         axes = self._axes(module, leaves)
         held = held_generators(module, (torch.Generator,))
-        call = ChunkedCall(plain, leaves, structure, axes, held, count_weights(module))
+        call = ChunkedCall(plain, leaves, structure, axes, held, count_weights(module), self._unit)
         checked = self._check(module, call) if len(call.chunks) > 1 else None
         if checked is None:
             return plain(*args, **kwargs)
@@ -174,14 +184,7 @@ def _document_ends(
 
 def _refuse_shards_within(module: nn.Module) -> None:
     """FSDP2 gathers and averages around each module that it shards: a chunk's backward must not run across several."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    within = [
-        name for name, part in module.named_modules() if part is not module and isinstance(part, FSDPModule)
-    ]
-    if within:
+    if within := sharded_within(module):
         raise ChunkError(
             f"{type(module).__name__} holds modules that FSDP2 shards by themselves ({', '.join(within[:3])}). Run "
             "these in chunks, each by itself: they are then gathered once for all chunks."

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_memkit.activations.chunks.call import ChunkedCall, GivenInChunks
 from lightning_memkit.activations.chunks.outputs import OutputPlace
+from lightning_memkit.activations.chunks.units import may_be_sharded
 
 _MARK = "_memkit_given_in_chunks"
 # A module of so many times fewer weights costs little beside the one that reads what it gives.
@@ -42,9 +43,17 @@ def sources_of(call: ChunkedCall) -> dict[int, GivenInChunks]:
             source is not None
             and source.node is tensor.grad_fn
             and source.call.chunks == call.chunks
+            and _are_there_together(source.call, call)
             and source.place.dims == tuple(axis.dims[index] for axis in call.axes)
             and set(source.place.ratios) == {1}
             and is_cheap_beside(source.call.weights, call.weights)
         ):
             found[number] = source
     return found
+
+
+def _are_there_together(giver: ChunkedCall, reader: ChunkedCall) -> bool:
+    """Whether the giver's weights are there in the reader's backward: FSDP2 may have freed another unit's by then."""
+    if giver.unit is None or reader.unit is None:
+        return not may_be_sharded()
+    return giver.unit == reader.unit

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memkit.activations.chunks.axes import AxisName
 from lightning_memkit.activations.chunks.finding import ChunkableModule, find_chunkable
 from lightning_memkit.activations.chunks.forwards import ChunkedForwards, ChunkSizes
+from lightning_memkit.activations.chunks.units import unit_numbers
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
@@ -60,12 +61,7 @@ class ModuleChunks:
         return ", ".join(said) or "no module in chunks"
 
     def find(self, step: Step, trials: "Trials", axis: AxisName) -> bool:
-        """Find the modules by trials on a few rows, and patch them; whether there are any. All ranks must call it.
-
-        None are looked for where ranks communicate in each forward (FSDP2): what one rank asks, all would have to.
-        """
-        if axis not in self.names and self._run.meets_in_every_micro_batch:
-            self.names[axis] = ()
+        """Find the modules by trials on a few rows, and patch them; whether there are any. All ranks must call it."""
         if axis not in self.names:
             found, part = self._found(step, trials, axis)
             self.names[axis] = names = self._run.of_first_rank(lambda: tuple(one.name for one in found))
@@ -111,19 +107,23 @@ class ModuleChunks:
 
     def _patch(self, names: Sequence[str]) -> None:
         """Let modules run in chunks; as they are in evaluation, where there is no backward to recompute in."""
+        units = unit_numbers(self._run.module)
         for name in (one for one in names if one not in self._sizes):
-            sizes = self._sizes[name] = ChunkSizes()
-            forwards = ChunkedForwards(sizes, refuses=False, only_with_gradient=True)
-            self._undo.append(forwards.patch(self._run.module.get_submodule(name)))
+            sizes, module = ChunkSizes(), self._run.module.get_submodule(name)
+            self._sizes[name] = sizes
+            unit = units.get(module)
+            forwards = ChunkedForwards(sizes, refuses=False, only_with_gradient=True, unit=unit)
+            self._undo.append(forwards.patch(module))
 
     def _found(self, step: Step, trials: "Trials", axis: AxisName) -> tuple[list[ChunkableModule], Any]:
         """The modules, and the part of the batch on which they were found."""
         part = step.batch
         for part in _parts(step.batch, axis):
             found: list[ChunkableModule] = []
-            asked = partial(self._run_part, step, part)
+            meets = self._run.meets_in_every_micro_batch
+            asked = partial(trials.run, step, part) if meets else partial(self._run_part, step, part)
             with suppress(Exception), trials.no_trace(step, part, seen=True):
-                found = find_chunkable(self._run.module, asked, axis, collectives_issued)
+                found = find_chunkable(self._run.module, asked, axis, collectives_issued, has_backward=meets)
             if any_rank(self._run, bool(found)):  # the same number of steps on each
                 return found, part
         return [], part

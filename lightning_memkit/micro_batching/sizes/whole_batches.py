@@ -71,11 +71,11 @@ class WholeBatches:
             sizing = self._of_tokens(step, mismatch)
             if sizing is not None:
                 return sizing
-            raise BudgetError(f"{mismatch} Whole it does not fit: {error}{self._why_none(step)}") from None
+            raise BudgetError(f"{mismatch} Whole it does not fit: {error}{self._why_none()}") from None
         if is_given:
             warnings.warn(
                 f"micro_batch_size={self._options.micro_batch_size} has no effect, and batches run whole."
-                f"{self._why_none(step)}",
+                f"{self._why_none()}",
                 NoEffectWarning,
                 stacklevel=2,
             )
@@ -106,15 +106,10 @@ class WholeBatches:
         except BudgetError as error:
             raise BudgetError(f"{mismatch} Whole it does not fit: {error}") from None
 
-    def _why_none(self, step: Step) -> str:
+    def _why_none(self) -> str:
         """Why no modules run in chunks."""
         if self._options.within == "step":
             return ""
-        if step.run.meets_in_every_micro_batch:
-            return (
-                " Modules that run in chunks are not looked for where ranks communicate in each forward: call "
-                "checkpoint_chunks on the sharded modules."
-            )
         return self._runner.chunks.fails or " No module in it treats its rows independently."
 
     def rescue(self, step: Step) -> bool:
