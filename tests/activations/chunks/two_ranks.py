@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memkit.activations.chunks.checkpoint_chunks import checkpoint_chunks
 from tests.plugins.ranks import leave, whole
 
-ROWS, WIDTH, STEPS = 12, 6, 8
-CASES = [(strategy, chunk) for strategy in ("ddp", "zero1", "fsdp2", "fsdp2 blocks") for chunk in (0, 1, 4)]
+ROWS, WIDTH, STEPS = 12, 8, 8
+STRATEGIES = ("ddp", "zero1", "fsdp2", "fsdp2 blocks", "fsdp2 across blocks")
+CASES = [(strategy, chunk) for strategy in STRATEGIES for chunk in (0, 1, 4)]
 
 
 class Towers(nn.Module):
@@ -23,14 +24,18 @@ class Towers(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+            nn.Sequential(
+                *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(3))
+            )
             for _ in range(2)
         )
+        self.head = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.tensor([1.0]))
         self.double()
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.normalize(self.first(x), dim=1), F.normalize(self.second(y), dim=1), self.scale.exp()
+        one, other = (self.head(out) for out in (self.first(x), self.second(y)))
+        return F.normalize(one, dim=1), F.normalize(other, dim=1), self.scale.exp()
 
 
 def clip(one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
@@ -86,10 +91,13 @@ def _wrapped(net: Towers, strategy: str) -> tuple[Callable[..., Any], list[nn.Mo
         return DistributedDataParallel(net), [net.first, net.second]
     blocks: list[nn.Module] = [block for tower in (net.first, net.second) for block in tower]
     towers: list[nn.Module] = [net.first, net.second]
-    units = blocks if strategy == "fsdp2 blocks" else towers
+    units = towers if strategy == "fsdp2" else blocks
     for unit in units:
         fully_shard(unit)
     fully_shard(net)
+    if strategy == "fsdp2 across blocks":
+        # The head reads what blocks give, whose weights are gone by its backward.
+        return net, [net.head, *(block.get_submodule("2") for block in blocks)]
     return net, units
 
 
