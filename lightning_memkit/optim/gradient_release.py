@@ -21,7 +21,7 @@ from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_hooks import GradientHooks
 from lightning_memkit.optim.methods import give_step_back, living, replaced_step, stock_step
 from lightning_memkit.optim.open_step import OpenStep
-from lightning_memkit.optim.pieces import Slot, slots
+from lightning_memkit.optim.pieces import Slot, slots_of_step
 from lightning_memkit.optim.release_checks import (
     options_of,
     refuse_changed_options,
@@ -170,7 +170,7 @@ class Release:
         if self._open is None:
             optimizer = self.optimizer
             engine, stock_step = self._engine_and_step()
-            self._slots = {id(slot.parameter): slot for slot in slots(optimizer)}
+            self._slots = {id(slot.parameter): slot for slot in slots_of_step(optimizer)}
             self._open = engine.begin(optimizer, stock_step)
             self._options = options_of(optimizer)
         return self._open

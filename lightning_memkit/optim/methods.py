@@ -15,6 +15,7 @@ from lightning_memkit.optim.closures import demands_closure, evaluates_in_its_ow
 # Optimizers of the libraries in `_BY_PARAMETER` step each parameter by itself, except those that
 # `combines_over_the_model` knows.
 COMPENSATION = "_memkit_compensation"  # the attribute that holds a compensated optimizer's handle
+SLOTS = "_memkit_slots"  # what a replaced step remembers of its parameters
 _BY_PARAMETER = (
     "torch.optim.",
     "bitsandbytes.optim.",
@@ -134,6 +135,7 @@ def give_step_back(optimizer: Optimizer, previous: Any) -> None:
         optimizer: the optimizer whose step was replaced.
         previous: the `step` in the optimizer's own attributes before; None for its class's step.
     """
+    optimizer.__dict__.pop(SLOTS, None)
     if previous is None:
         del optimizer.__dict__["step"]
     else:

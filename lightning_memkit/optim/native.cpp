@@ -362,3 +362,9 @@ extern "C" void memkit_step(int rule, int mode, int flags, const float *numbers,
   }
   in_threads(static_cast<int64_t>(pieces.size()), threads, [&](int64_t index) { step(job, pieces[index]); });
 }
+
+// Adds one to each count, and writes to `after` what they are then.
+extern "C" void memkit_advance(float *const *counts, int64_t count, float *after) {
+  for (int64_t index = 0; index < count; ++index) *counts[index] += 1.0f;
+  for (int64_t index = 0; index < count; ++index) after[index] = *counts[index];
+}

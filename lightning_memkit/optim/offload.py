@@ -21,6 +21,7 @@ from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.methods import (
+    SLOTS,
     WeakMethod,
     living,
     refuse_closures,
@@ -88,7 +89,7 @@ class StateOffload:
         optimizer = self._optimizer()
         if optimizer is None:  # exchanged for another one, and gone
             return
-        for mark in (_MARK, HOME):
+        for mark in (_MARK, HOME, SLOTS):
             optimizer.__dict__.pop(mark, None)
         for name, own in self._own.items():
             if optimizer.__dict__.get(name) is not own:

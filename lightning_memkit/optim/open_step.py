@@ -19,7 +19,7 @@ from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_
 from lightning_memkit.optim.identity import Float32Forms
 from lightning_memkit.optim.own_attributes import has_own_values, own_numbers
 from lightning_memkit.optim.piece_shadows import PieceShadows
-from lightning_memkit.optim.pieces import Piece, Slot, buckets_of, slots
+from lightning_memkit.optim.pieces import Piece, Slot, buckets_of, slots_of_step
 from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_home import home_of
 
@@ -81,8 +81,9 @@ class OpenStep:
     def _trained(self) -> list[Slot]:
         """The parameters that may get gradients and are stepped in float32."""
         found = []
-        for slot in slots(self._optimizer):
-            _refuse_sparse(slot.parameter)
+        every = slots_of_step(self._optimizer)
+        _refuse_sparse([slot.parameter for slot in every])
+        for slot in every:
             trained = slot.parameter.requires_grad or slot.parameter.grad is not None
             if trained and self._engine.shadows(slot.parameter):
                 found.append(slot)
@@ -96,14 +97,11 @@ class OpenStep:
             self._advance(ready)
 
     def _advance(self, ready: Sequence[Slot]) -> None:
-        shadowed: list[Slot] = []
+        shadowed = self._engine.shadowed(ready)
         plain: list[Slot] = []
-        for slot in ready:
-            if not self._engine.shadows(slot.parameter):
-                plain.append(slot)
-                continue
-            _refuse_sparse(slot.parameter)
-            shadowed.append(slot)
+        if len(shadowed) < len(ready):
+            plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
+        _refuse_sparse([slot.parameter for slot in shadowed])
         shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
             if self._engine.under_identity:
@@ -155,12 +153,13 @@ class OpenStep:
             self._step_bucket([], [])
         if self._home is not None:
             self._home.settle()
-        # The last bucket may have no parameter of a group, which can mislead an optimizer: optimi then
-        # selects its Triton step, since "all" parameters of an empty group are on a GPU.
-        now = group_scalars(self._optimizer)
-        restore_group_scalars(
-            self._optimizer, [self._advanced.get(place, scalars) for place, scalars in enumerate(now)]
-        )
+        if self._advanced:
+            # The last bucket may have no parameter of a group, which can mislead an optimizer: optimi then
+            # selects its Triton step, since "all" parameters of an empty group are on a GPU.
+            now = group_scalars(self._optimizer)
+            restore_group_scalars(
+                self._optimizer, [self._advanced.get(place, scalars) for place, scalars in enumerate(now)]
+            )
         self._engine.rounding.end_step()
 
     def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
@@ -217,10 +216,12 @@ def _of_no_parameter(optimizer: Optimizer) -> list[tuple[Any, Any]]:
     return [(key, value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
 
 
-def _refuse_sparse(parameter: Parameter) -> None:
-    if parameter.grad is not None and parameter.grad.is_sparse:
+def _refuse_sparse(parameters: Sequence[Parameter]) -> None:
+    gradients = [parameter.grad for parameter in parameters]
+    sparse = [gradient for gradient in gradients if gradient is not None and gradient.is_sparse]
+    if sparse:
         raise RuntimeError(
-            f"The gradient of a bfloat16 parameter of shape {tuple(parameter.shape)} is sparse: compensated "
+            f"The gradient of a bfloat16 parameter of shape {tuple(sparse[0].shape)} is sparse: compensated "
             "steps take dense gradients; build the module with sparse=False, or keep it in float32 "
             "(fp32_exceptions=) and give it an optimizer for sparse gradients."
         )

@@ -6,6 +6,8 @@ temporaries of a step are bounded by a constant, and on a CPU stay in its cache.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.blocks import flat_views, local_part
-from lightning_memkit.optim.methods import combines_over_the_model
+from lightning_memkit.optim.methods import SLOTS, combines_over_the_model
 
 # Fixed sizes, so that a slice always starts at the same element, on which the rounding noise depends.
 PIECE_ELEMENTS_CPU = 1 << 19
@@ -28,7 +30,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class Slot(NamedTuple):  # one is made for every parameter in every step, and a dataclass takes twice as long
+class Slot(NamedTuple):
     """A parameter's position: its group, its place in the group, and its index over all groups."""
 
     group: int
@@ -59,6 +61,28 @@ def slots(optimizer: Optimizer) -> Iterator[Slot]:
         for place, parameter in enumerate(group["params"]):
             yield Slot(group_index, place, index, parameter)
             index += 1
+
+
+def slots_of_step(optimizer: Optimizer) -> list[Slot]:
+    """As `slots`, for every step: a list not to be changed, made anew where groups have other parameters.
+
+    It is kept on the optimizer, with which it goes; `give_step_back` removes it.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    sizes, parameters = list(map(len, groups)), list(chain.from_iterable(groups))
+    known_sizes, known_parameters, known = vars(optimizer).get(SLOTS, ([], [], []))
+    if sizes != known_sizes or not all(map(is_, parameters, known_parameters)):
+        known = list(slots(optimizer))
+        vars(optimizer)[SLOTS] = sizes, parameters, known
+    return known
+
+
+def with_gradients(every: list[Slot]) -> list[Slot]:
+    """Those whose parameters have gradients; the same list if all have."""
+    missing = list(map(is_, [slot.parameter.grad for slot in every], repeat(None)))
+    return (
+        [slot for slot, misses in zip(every, missing, strict=True) if not misses] if any(missing) else every
+    )
 
 
 def is_compensated(parameter: Tensor) -> bool:

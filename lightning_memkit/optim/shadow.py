@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.open_step import OpenStep
-from lightning_memkit.optim.pieces import slots
+from lightning_memkit.optim.pieces import slots_of_step, with_gradients
 from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
@@ -53,8 +53,7 @@ class ShadowEngine(ShadowOptions):
                 step.finish()
             return result
         step = self.begin(optimizer, with_closure(stock_step, closure))
-        ready = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
-        step.advance(ready, everything=True)
+        step.advance(with_gradients(slots_of_step(optimizer)), everything=True)
         step.finish()
         return None
 

@@ -1,11 +1,13 @@
 """The options that every part of a step on float32 shadows shares."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_memkit.optim.modes import Mode, States
-from lightning_memkit.optim.pieces import is_compensated
+from lightning_memkit.optim.pieces import Slot, is_compensated
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
@@ -38,6 +40,11 @@ class ShadowOptions:
     def shadows(self, parameter: Tensor) -> bool:
         """Whether a parameter is stepped on a float32 shadow."""
         return self.mode is not None and is_compensated(parameter)
+
+    def shadowed(self, ready: Sequence[Slot]) -> list[Slot]:
+        """Those that are stepped on float32 shadows."""
+        dtype = torch.bfloat16  # as `is_compensated` says, without a call for each
+        return [] if self.mode is None else [slot for slot in ready if slot.parameter.dtype is dtype]
 
     def absent(self, count: int) -> list[Parameter]:
         """Placeholders for the parameters of a group."""

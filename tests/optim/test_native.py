@@ -110,3 +110,15 @@ def test_only_an_old_lock_of_a_build_is_removed(tmp_path):
     native._drop_stale_lock(lock)
     assert not lock.exists()
     native._drop_stale_lock(lock)
+
+
+def test_counts_advance_as_torch_advances_them() -> None:
+    counts = [torch.tensor(float(number)) for number in range(40)]
+    counts.append(counts[3])  # twice the same
+    expected = [count.clone() for count in counts[:40]]
+    expected.append(expected[3])
+    torch._foreach_add_(expected, torch.tensor(1.0), alpha=1.0)
+    versions = [count._version for count in counts]
+    after = native.advance_(counts)
+    assert after == [float(count) for count in expected] == [float(count) for count in counts]
+    assert all(count._version > version for count, version in zip(counts, versions, strict=True))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import islice
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, Operands, Rule
 from lightning_memkit.optim.fused.recipes import RECIPES, StepRecipe
@@ -27,6 +29,7 @@ _DEVICES = ("cpu", "cuda")
 _GRADIENTS = (torch.bfloat16, torch.float32)
 _COUNT = "step"
 _ONE = torch.tensor(1.0)
+_MANY = 32  # counts: advancing them in C++ is worth the wait for its compiler, once a machine
 _MOST_SEATINGS = 1024  # per optimizer; more means that they are not reused
 _memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
 
@@ -79,6 +82,7 @@ class _Taking:
             for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
         ]
         self._first: set[Parameter] = set()  # parameters without momentum before this step
+        self._states: list[State | None] = []  # of the parameters
 
     def take(self, ready: Sequence[Slot]) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
         parameters, found = [slot.parameter for slot in ready], None
@@ -103,6 +107,7 @@ class _Taking:
         if any(self._fits(ready[place]) for place in seating.others):
             return None
         states, found = self._states_of(parameters), []
+        self._states = states
         for seats in seating.seats:
             wanted = self._wanted[seats.kind.group]
             if wanted is None or tuple(wanted) != seats.kind.names:
@@ -115,6 +120,8 @@ class _Taking:
 
     def _states_of(self, parameters: list[Parameter]) -> list[State | None]:
         states = self._optimizer.state
+        if len(parameters) == len(states) and all(map(is_, states, parameters)):
+            return list(states.values())
         if 4 * len(parameters) < len(states):
             return [states.get(parameter) for parameter in parameters]
         by_identity = dict(zip(map(id, states), states.values(), strict=True))  # hashing a tensor is slow
@@ -141,7 +148,8 @@ class _Taking:
     ) -> list[tuple[Rule, Operands]]:
         """The operands grouped by rule and stage; step counts advance."""
         taken: list[tuple[Rule, Operands]] = []
-        steps = iter(self._counted([parameters[place] for seats in seated for place in seats.places]))
+        states = [self._states[place] for seats in seated for place in seats.places]
+        steps = iter(self._counted([state for state in states if state is not None]))
         for seats, operands in zip(seated, found, strict=True):
             numbers, group = self._numbers[seats.kind.group], self._optimizer.param_groups[seats.kind.group]
             assert numbers is not None
@@ -157,22 +165,22 @@ class _Taking:
                 taken.append((self._recipe.rule(numbers, group, stage), of_stage))
         return taken
 
-    def _counted(self, parameters: list[Parameter]) -> list[int]:
+    def _counted(self, states: list[State]) -> list[int]:
         """The number of this step in each parameter's state; the counts advance."""
-        if not self._recipe.counts or not parameters:
+        if not self._recipe.counts or not states:
             return []
-        states = [state for state in self._states_of(parameters) if state is not None]
         counts: list[Any] = [state.get(_COUNT) for state in states]
-        if any(type(count) is not Tensor or not count.is_cpu for count in counts):
-            counts = [_on_the_host(state) for state in states]
-        if all(type(count) is Tensor for count in counts):
-            # A Python number would become one tensor for each count.
-            torch._foreach_add_(counts, _ONE, alpha=1.0)
-            return [int(count) for count in torch.stack(counts).tolist()]
-        # The fake tensors of a prediction have no memory to stack.
-        steps = [int(count.item()) + 1 for count in counts]
+        # As torch's optimizers keep them. The fake tensors of a prediction have no memory to write to.
+        plain = [
+            type(one) is Tensor and one.dtype is torch.float32 and one.is_cpu and not one.ndim
+            for one in counts
+        ]
+        if len(counts) >= _MANY and all(plain) and native.why_unavailable() is None:
+            return list(map(int, native.advance_(counts)))
+        counts = [_on_the_host(state) for state in states]
+        # A Python number would become one tensor for each count.
         torch._foreach_add_(counts, _ONE, alpha=1.0)
-        return steps
+        return [int(count.item()) for count in counts]
 
     def _fits(self, slot: Slot) -> bool:
         """Whether a fused step can take a parameter; missing states are no obstacle."""
