@@ -1,6 +1,7 @@
 """What the fault sweep trains: three tiny models, six optimizers, batches of four in parts of two.
 
 Four more models change other things in their steps than gradients: a teacher, counters, the batch, and all of these.
+Two run modules in chunks: of rows, as their loss compares the rows of the batch, and of tokens.
 """
 
 import copy
@@ -23,6 +24,7 @@ from lightning_memkit.data.sources.store import TokenStore
 
 MODELS = ("transformer", "cnn", "packed_lm")
 CHANGING = ("ema_teacher", "counters", "batch_in_place", "everything")
+IN_CHUNKS = {"contrastive": 4, "long_row": 1}  # and the rows of a micro-batch
 OPTIMIZERS = ("for_loop", "foreach", "fused", "kahan", "eight_bit", "own_buffers")
 BATCH, PART, STEPS = 4, 2, 3
 VOCABULARY, LENGTH, WIDTH = 24, 6, 16
@@ -248,6 +250,52 @@ class PackedLM(Trained, CausalLM):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
+class Contrastive(Trained):
+    """Two towers with dropout, whose negatives are the other rows of the batch."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.first, self.second = (
+            nn.Sequential(
+                nn.Flatten(), nn.Linear(36, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)
+            )
+            for _ in range(2)
+        )
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """CLIP's, of a picture and its mirror image."""
+        one, other = (
+            F.normalize(tower(pictures.to(self.dtype)), dim=1)
+            for tower, pictures in ((self.first, batch[0]), (self.second, batch[0].flip(-1)))
+        )
+        scores = 5 * one @ other.T
+        labels = torch.arange(len(scores), device=scores.device)
+        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+
+
+class LongRow(Trained):
+    """A block of causal attention and an MLP with dropout; the MLP takes tokens one by one."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.embedding, self.qkv = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )  # fmt: skip
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Cross-entropy a label that is not -100."""
+        hidden = self.embedding(batch["x"])
+        scores, keys, values = self.qkv(hidden).chunk(3, -1)
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=hidden.device).triu(1)
+        weights = (scores @ keys.transpose(1, 2) / WIDTH**0.5).masked_fill(later, -1e4).softmax(-1)
+        hidden = hidden + weights @ values
+        logits = self.head(hidden + self.mlp(hidden))
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
 class ShardedTransformer(Transformer):
     """Each of its layers is sharded over the ranks (FSDP2)."""
 
@@ -266,7 +314,7 @@ def model_named(name: str, optimizer: str) -> Trained:
     kinds: dict[str, type[Trained]] = {
         "transformer": Transformer, "cnn": CNN, "packed_lm": PackedLM, "sharded": ShardedTransformer,
         "ema_teacher": EMATeacher, "counters": Counters, "batch_in_place": BatchInPlace,
-        "everything": Everything,
+        "everything": Everything, "contrastive": Contrastive, "long_row": LongRow,
     }  # fmt: skip
     return kinds[name](optimizer)
 
@@ -329,7 +377,7 @@ def samples_for(model: str, rank: int = 0) -> tuple[Sequence[Any], Any]:
     """Samples from a fixed seed, another one a rank, and their collate function."""
     count = BATCH * (STEPS + 1)
     generator = torch.Generator().manual_seed(11 + rank)
-    if model in ("cnn", "batch_in_place", "everything"):
+    if model in ("cnn", "batch_in_place", "everything", "contrastive"):
         pictures = torch.randn(count, 1, 6, 6, generator=generator)
         return [(picture, index % 4) for index, picture in enumerate(pictures)], None
     if model == "packed_lm":

@@ -16,7 +16,7 @@ import torch._dynamo
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from benchmarks._fault_cases import BATCH, CHANGING, PART, extras, loader_for, model_named
+from benchmarks._fault_cases import BATCH, CHANGING, IN_CHUNKS, PART, extras, loader_for, model_named
 from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
 from lightning_memkit.micro_batching.proof.probe import Weighing
@@ -26,7 +26,8 @@ from tests.plugins.fake_accelerator import FakeAccelerator
 from tests.testing.fake_device import FakeDevice, fake_device
 
 Kind = Literal["operators", "allocator"]
-Partition = tuple[tuple[int, int], ...]
+# Of an optimizer step: the rows of a micro-batch, and the rows and tokens of a chunk.
+Partition = tuple[tuple[int, int, int | None, int | None], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Case:
     """A cell of the table.
 
     Attributes:
-        model: a name of `_fault_cases.MODELS` or `CHANGING`, or `exact`.
+        model: a name of `_fault_cases.MODELS`, `CHANGING` or `IN_CHUNKS`, or `exact`.
         optimizer: a name of `_fault_cases.OPTIMIZERS`.
         step: the optimizer step that the faults are in: 0 is cold.
         kind: operators' outputs on the CPU, or the fake device's allocator.
@@ -119,11 +120,14 @@ class ArmedBudget(MemoryBudget):
         faults: Faults | None,
         step: int,
         partition: Partition,
-        micro_batch_size: int = PART,
+        model: str = "",
         proofs: Proofs | None = None,
     ) -> None:
-        super().__init__("1GiB", micro_batch_size=micro_batch_size)
-        self.faults, self.armed_step, self.given, self.proofs = faults, step, dict(partition), proofs
+        size = BATCH if model in CHANGING else IN_CHUNKS.get(model, PART)
+        super().__init__("1GiB", micro_batch_size=size)
+        self.faults, self.armed_step, self.proofs = faults, step, proofs
+        self.given = {entry[0]: entry for entry in partition}
+        self.in_chunks = model in IN_CHUNKS
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """With what other runs have shown of the loss."""
@@ -132,11 +136,17 @@ class ArmedBudget(MemoryBudget):
             self.proofs.given_to(self._engine.choice.weighing)
 
     def prepare(self, step: Any) -> None:
-        """Trials, then the faults."""
+        """Trials, then the faults; modules run in chunks as after a micro-batch of one row that did not fit."""
         super().prepare(step)
-        now = step.trainer.global_step
-        if now in self.given and self._engine is not None:
-            self._engine.runner.partition.resize(self.given[now])
+        now, engine = step.trainer.global_step, self._engine
+        if engine is not None:
+            partition = engine.runner.partition
+            if self.in_chunks and not partition.in_chunks and (failure := engine.choice.dry(step, "")):
+                raise failure
+            if now in self.given:
+                _, size, rows, tokens = self.given[now]
+                partition.resize(size)
+                partition.run_in_chunks(rows, tokens)
         if self.faults is not None and now == self.armed_step:
             self.faults.arm()
 
@@ -210,7 +220,7 @@ def train(
     module = model_named(case.model, case.optimizer).to(case.dtype)
     loader = loader_for(case.model, rank)
     callbacks, plugins = extras(case.model, case.optimizer)
-    budget = ArmedBudget(faults, case.step, partition, BATCH if case.model in CHANGING else PART, proofs)
+    budget = ArmedBudget(faults, case.step, partition, case.model, proofs)
     end = StepEnd(faults, case.step, device)
     callbacks += [NaiveRetry(faults, case.step) if case.naive else budget, end]
     trainer = Trainer(
@@ -219,7 +229,10 @@ def train(
         enable_progress_bar=False, enable_model_summary=False, **place(device, strategy),
     )  # fmt: skip
     trainer.fit(module, loader)
-    history = () if case.naive else tuple(budget.history)
+    changes = () if case.naive else budget.history
+    history = tuple(
+        (one.global_step, one.micro_batch_size, one.chunk_rows, one.chunk_tokens) for one in changes
+    )
     return End(state=captured(trainer, module, loader), partition=history, live_bytes=end.live_bytes)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.__main__ import main_of
-from benchmarks._fault_cases import CHANGING, MODELS, OPTIMIZERS, changing_optimizer
+from benchmarks._fault_cases import CHANGING, IN_CHUNKS, MODELS, OPTIMIZERS, changing_optimizer
 from benchmarks._fault_ranks import Job, run_ranks
 from benchmarks._fault_runs import Case, Tally, added, quiet, run_case
 from benchmarks.harness import Options, Report
@@ -27,7 +27,12 @@ from benchmarks.harness import Options, Report
 SHOWN_FAILURES = 20
 STEPS = {0: "cold", 1: "warm"}
 RANKS = {
-    "ddp": [("transformer", "for_loop"), ("cnn", "foreach"), ("packed_lm", "fused")],
+    "ddp": [
+        ("transformer", "for_loop"),
+        ("cnn", "foreach"),
+        ("packed_lm", "fused"),
+        ("contrastive", "foreach"),
+    ],
     "fsdp2": [("sharded", "for_loop"), ("sharded", "foreach")],
 }
 
@@ -96,7 +101,7 @@ def all_cases() -> Iterator[Case]:
             for step in STEPS:
                 case = Case(model=model, optimizer=optimizer, step=step)
                 yield from (case, replace(case, kind="allocator"), replace(case, naive=True))
-    for model in CHANGING:
+    for model in (*CHANGING, *IN_CHUNKS):
         for step in STEPS:
             case = Case(model=model, optimizer=changing_optimizer(model), step=step)
             yield from (case, replace(case, kind="allocator"), replace(case, naive=True))

@@ -165,7 +165,9 @@ class Recovery:
                 ranks.optimizer_steps()
                 break
             except ForeseenWronglyError as error:
-                foreseen_wrongly, failure = error, ""
+                # Without its frames, which hold the failed step's tensors.
+                foreseen_wrongly, failure = error.with_traceback(None), ""
+                foreseen_wrongly.__context__ = None
             except (RuntimeError, MemoryError) as error:
                 if not self._retriable(step.run, error):
                     raise

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import _fault_runs, fault_sweep
-from benchmarks._fault_cases import CHANGING, MODELS, OPTIMIZERS, changing_optimizer
+from benchmarks._fault_cases import BATCH, CHANGING, IN_CHUNKS, MODELS, OPTIMIZERS, changing_optimizer
 from benchmarks._fault_ranks import Job, run_ranks
 from benchmarks._fault_runs import Case, End, References, chosen_points, reasons, run_case
 from benchmarks._fault_state import differences
@@ -46,6 +46,19 @@ def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(mode
     tally = run_case(Case(model=model, optimizer=changing_optimizer(model), step=1), 8)
     assert not tally.failures
     assert tally.equal == tally.points == 8
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("model", IN_CHUNKS)
+def test_a_fault_leaves_no_trace_where_modules_run_in_chunks(model: str, step: int) -> None:
+    """Of rows, with the batch whole; of tokens, with micro-batches of one row."""
+    case = Case(model=model, optimizer="for_loop", step=step)
+    tally = run_case(case, 4)
+    assert not tally.failures
+    assert tally.equal == 4
+    logging.disable(logging.WARNING)
+    ((_, size, rows, tokens),) = _fault_runs.train(case, None).partition
+    assert (size, rows, tokens) == ((BATCH, 2, None) if model == "contrastive" else (1, None, 3))
 
 
 @pytest.mark.sampled(2)
@@ -112,7 +125,7 @@ def ends() -> tuple[Case, End, End]:
     """A run, and one whose second step takes smaller parts."""
     case = Case(model="transformer", optimizer="for_loop", step=1)
     logging.disable(logging.WARNING)
-    return case, _fault_runs.train(case, None), _fault_runs.train(case, None, partition=((1, 1),))
+    return case, _fault_runs.train(case, None), _fault_runs.train(case, None, partition=((1, 1, None, None),))
 
 
 def outcome_of(result: End | None, expected: End, **values) -> Outcome:
@@ -122,8 +135,8 @@ def outcome_of(result: End | None, expected: End, **values) -> Outcome:
 
 def test_an_outcome_is_held_against_the_run_of_its_own_partition(ends: tuple[Case, End, End]) -> None:
     case, plain, smaller = ends
-    assert plain.partition == ((0, 2),)
-    assert smaller.partition == ((0, 2), (1, 1))
+    assert plain.partition == ((0, 2, None, None),)
+    assert smaller.partition == ((0, 2, None, None), (1, 1, None, None))
     assert "weights" in differences(plain.state, smaller.state)
     references = References(case, None)
     for end in (plain, smaller):

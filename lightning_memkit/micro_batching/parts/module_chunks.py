@@ -15,6 +15,7 @@ from lightning_memkit.activations.chunks.units import unit_numbers
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
+from lightning_memkit.micro_batching.graph.loss_head import Edges, head_of
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.patching import Undo
@@ -37,12 +38,14 @@ class ModuleChunks:
         names: of the modules that run in chunks of rows, and of tokens; an axis is missing until they were looked for.
         tokens: the tokens of the longest row that was seen.
         fails: why modules that were found don't run in chunks; empty if they do, or none were.
+        heads: the functions next to the loss where they do, see `head_of`: a loss that is proven is the same then.
     """
 
     def __init__(self, run: Run) -> None:
         self.names: dict[AxisName, tuple[str, ...]] = {}
         self.tokens = 0
         self.fails = ""
+        self.heads: Edges = frozenset()
         self._run = run
         self._sizes: dict[str, ChunkSizes] = {}
         self._undo: list[Undo] = []
@@ -83,11 +86,16 @@ class ModuleChunks:
         a backward: here, and not within a trial that measures.
         """
         before, failed = (self._rows, self._tokens), []
+
+        def look(loss: Tensor) -> Tensor:
+            self.heads |= head_of(loss)
+            return loss
+
         for sizes in (before, chunk, chunk):
             self.resize(*sizes)
             failed.append(True)
             with suppress(Exception), trials.no_trace(step, part, seen=True):
-                trials.run(step, part)
+                trials.run(step, part, look=look)
                 failed[-1] = False
         self.resize(*before)
         return not any_rank(self._run, any(failed[1:]) and not failed[0])

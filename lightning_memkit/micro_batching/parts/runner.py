@@ -248,7 +248,7 @@ class PartsRunner:
         """
         self._compares = False
         known = self.partition.combination.head
-        new = frozenset[tuple[str, str]]() if known is None else head_of(loss) - known
+        new = frozenset[tuple[str, str]]() if known is None else head_of(loss) - known - self.chunks.heads
         if new:
             raise NewFunctionsError(edges=new)
 
