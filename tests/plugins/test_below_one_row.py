@@ -15,6 +15,7 @@ from lightning_memkit import ActivationCheckpointing, MemoryBudget
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.failing_chunks import assert_goes_on_in_chunks, assert_retried_wherever_it_fails
 from tests.plugins.noise import NOISE
+from tests.plugins.test_within_modules import Negates
 from tests.plugins.toys import trained, trainer, weights
 
 pytestmark = NOISE
@@ -148,6 +149,40 @@ def test_within_checkpointed_blocks() -> None:
 def test_within_the_step_it_is_refused_as_before() -> None:
     with pytest.raises(BudgetError, match="A micro-batch of 1 needs"):
         run(MemoryBudget(below(peak_of_a_row(), 0.75), within="step"))
+
+
+class WritesLater(LongRows):
+    """Writes to what the MLP of its only block was given, which a second forward would need."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        mlp: Any = self.blocks.get_submodule("0.mlp")
+        self.mlp = nn.Sequential(Negates(), *mlp.children())
+
+    def encoded(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        out = self.mlp(x)
+        x.add_(1)
+        return out
+
+
+def test_a_step_that_writes_to_an_input_later_does_not_run_in_chunks_and_the_error_says_so() -> None:
+    def run_it(*callbacks: Callback) -> None:
+        trained(
+            *callbacks,
+            module=WritesLater,
+            data=rows(1),
+            dtype=torch.float64,
+            precision="64-true",
+            max_steps=1,
+        )
+
+    budget = MemoryBudget("1GiB", micro_batch_size=1)
+    run_it(budget)
+    with pytest.raises(
+        BudgetError, match="The step fails where .*mlp.* in chunks: is an input written to later"
+    ):
+        run_it(MemoryBudget(below(budget.peak_bytes, 0.75)))
 
 
 def test_the_smallest_chunk_that_does_not_fit_is_named() -> None:

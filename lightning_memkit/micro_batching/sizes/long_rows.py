@@ -92,10 +92,10 @@ class LongRows:
             return sizing
         try:
             return of_rows()
-        except BudgetError:
+        except BudgetError as error:
             sizing = self.sizing(step, whole=False, foreseen=foreseen)
             if sizing is None:
-                raise
+                raise BudgetError(f"{error}{self._runner.chunks.fails}") from None
             return sizing
 
     def rescue(self, step: Step) -> bool:
