@@ -56,6 +56,18 @@ def part_sizes(most: int) -> list[int]:
     return sorted({-(-most // parts) for parts in range(1, most + 1)})
 
 
+_MOST_CHUNKS = 256  # that are tried at first
+_APART = 4  # sizes of chunks that are tried: a trial costs a step of the whole batch, or of a long row
+
+
+def chunk_sizes(most: int, *, from_one: bool = False) -> list[int]:
+    """The sizes of chunks that are tried, smaller than all; of few among very many, kernels would be slow."""
+    sizes = [1 if from_one else -(-most // _MOST_CHUNKS)]
+    while sizes[-1] * _APART < most // 2:
+        sizes.append(sizes[-1] * _APART)
+    return sorted({*sizes, max(1, most // 2)})
+
+
 class Forecast:
     """Predicted peaks; a measured peak that is off by more than 5 % corrects them, once.
 

@@ -80,12 +80,16 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[st
     if head is not None and placement.is_chunked:
         terms += chunked_head(head.tokens, hidden, head.vocabulary, value_bytes)
     by_hand = ClosedForm(terms=tuple(terms))
-    note = (
-        []
-        if blocks
-        else ["No shapes of blocks are known (no transformers config): activations are predicted only."]
-    )
-    return "\n".join([str(by_hand), "", str(by_hand.beside(prediction)), *note])
+    notes = []
+    if not blocks:
+        notes.append(
+            "No shapes of blocks are known (no transformers config): activations are predicted only."
+        )
+    elif row.chunk_tokens is not None:
+        notes.append(
+            f"By hand without chunks of {row.chunk_tokens} tokens: activations are less as predicted."
+        )
+    return "\n".join([str(by_hand), "", str(by_hand.beside(prediction)), *notes])
 
 
 def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapping[str, Any]) -> Recipe:

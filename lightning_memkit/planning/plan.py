@@ -127,6 +127,8 @@ class Plan:
         table = [("", "configuration", "micro-batch", "takes", "step", "changes")]
         for number, row in enumerate(self.fitting, 1):
             size = f"{row.micro_batch_size} x {row.parts}"
+            if row.chunk_tokens is not None:
+                size += f", chunks of {row.chunk_tokens} tokens"
             table.append(
                 (
                     str(number),

@@ -31,6 +31,7 @@ class Row:
     Attributes:
         family: its choices.
         micro_batch_size: rows of a micro-batch; 0 if nothing was predicted.
+        chunk_tokens: the tokens of a chunk, where modules that take tokens one by one run in chunks; else None.
         parts: micro-batches in a loader batch.
         taken_bytes: bytes that it takes on the device; 0 if nothing was predicted.
         seconds: predicted time of an optimizer step; approximate, but comparable between rows.
@@ -43,6 +44,7 @@ class Row:
 
     family: Family
     micro_batch_size: int = 0
+    chunk_tokens: int | None = None
     parts: int = 0
     taken_bytes: int = 0
     seconds: float = 0.0
@@ -63,10 +65,12 @@ class Problem:
     """The search problem.
 
     Attributes:
-        predict: predicts a family at a micro-batch; raises `UnavailableError`.
+        predict: predicts a family at a micro-batch, and with modules in chunks of tokens if these are given, too;
+            raises `UnavailableError`.
         floor: the least bytes that a family takes, known without a prediction.
         rows: rows of the whole batch.
         sizes: the micro-batch sizes to choose from, rising.
+        tokens: of the longest row.
         usable_bytes: the most bytes that may be taken.
         beside_bytes: what a prediction's total includes but the budget does not: a GPU's context.
         times: operator times.
@@ -75,10 +79,11 @@ class Problem:
         residual: ratio of measured to predicted bytes in earlier runs on the device.
     """
 
-    predict: Callable[[Family, int], Prediction]
+    predict: Callable[..., Prediction]
     floor: Callable[[Family], int]
     rows: int
     sizes: Sequence[int]
+    tokens: int = 1
     usable_bytes: int
     beside_bytes: int
     times: Times
@@ -94,10 +99,10 @@ class Problem:
         """How many micro-batches of this size make the batch."""
         return -(-self.rows // size)
 
-    def row(self, family: Family, size: int) -> Row:
-        """The configuration of a family and a micro-batch size."""
+    def row(self, family: Family, size: int, chunk_tokens: int | None = None) -> Row:
+        """The configuration of a family, a micro-batch size, and the tokens of a chunk if modules run in chunks."""
         try:
-            prediction = self.predict(family, size)
+            prediction = self.predict(family, size, *([] if chunk_tokens is None else [chunk_tokens]))
         except UnavailableError:
             raise
         except Exception as error:  # whatever the user's step raises with these choices
@@ -110,6 +115,7 @@ class Problem:
         return Row(
             family=family,
             micro_batch_size=size,
+            chunk_tokens=chunk_tokens,
             parts=parts,
             taken_bytes=taken,
             # The last micro-batch may be smaller, so scale by rows: time is nearly proportional to them.

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
 from lightning_memkit.planning.choices import Choice, Family, is_lighter, refusal
+from lightning_memkit.planning.long_rows import long_rows
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.sizes import best_size, confirmed
 from lightning_memkit.prediction.result import Prediction
@@ -19,19 +21,25 @@ _LITTLE = 0.05  # fraction of a step's time that counts as a tie
 
 
 def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...], dict[str, str]]:
-    """All families as rows: first those that fit, best first.
+    """All families as rows: first those that fit, best first; where none does, some with modules in chunks of tokens.
 
     Returns:
         The rows, and the columns in which nothing can be chosen here, with the reason.
     """
     with ProgressBar("predicting", unit="configurations") as bar:
 
-        def predict(family: Family, size: int) -> Prediction:
-            prediction = problem.predict(family, size)
+        def predict(*what: Any) -> Prediction:
+            prediction = problem.predict(*what)
             bar.advance()
             return prediction
 
-        return _searched(families, replace(problem, predict=predict))
+        counted = replace(problem, predict=predict)
+        rows, missing = _searched(families, counted)
+        if rows[0].fits:
+            return rows, missing
+        in_chunks = long_rows(rows, counted)
+        rows = sorted((*in_chunks, *rows), key=lambda row: _rank(row, problem.goal))
+        return tuple(rows), missing
 
 
 def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...], dict[str, str]]:

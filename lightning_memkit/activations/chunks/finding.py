@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_memkit.activations.chunks.axes import AxisName, ChunkError, find_axis, paths_and_leaves
+from lightning_memkit.activations.chunks.axes import AxisName, find_axis, paths_and_leaves
 from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.activations.chunks.copies_asked import CopiesAsked, most_asked_of
 from lightning_memkit.activations.chunks.given_again import count_weights, is_cheap_beside
-from lightning_memkit.activations.chunks.independence import MOST_ASKED, check_independence
+from lightning_memkit.activations.chunks.independence import MOST_ASKED
 from lightning_memkit.activations.chunks.units import WeightUnit, units_of
 from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.utilities.generators import held_generators
@@ -60,12 +61,12 @@ class _Running:
         self.freed_bytes = 0
 
     def save(self, storage: UntypedStorage) -> None:
-        known = self.saved.get(storage.data_ptr())
+        known = self.saved.get(storage._cdata)
         if known is not None and not known[0].expired():
             return
-        if known is not None:  # nothing is kept here, so that another one may get its address
+        if known is not None:  # nothing is kept here, so that another one may get its place
             self.freed_bytes += known[1]
-        self.saved[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.saved[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def end(self, gave: set[int]) -> int:
         """The bytes that were saved, without arguments and outputs."""
@@ -105,50 +106,53 @@ def find_chunkable(
     watch = _Watch(module, axis, issued, keeps=has_backward)
     with watch.entered():
         step()
+    asked = _Asked(watch.seen)
     found: list[ChunkableModule] = []
     for unit in units_of(module):
         with unit.gathered():
-            of_unit = [one for name, top in unit.tops.items() for one in _asked(name, top, watch.seen)]
-            found += [*of_unit, *_readers(unit, of_unit, watch.seen)]
+            of_unit = [one for name, top in unit.tops.items() for one in asked.within(name, top)]
+            found += [*of_unit, *asked.readers(unit, of_unit)]
     places = {id(part): place for place, part in enumerate(module.modules())}
     return sorted({id(one.module): one for one in found}.values(), key=lambda one: places[id(one.module)])
 
 
-def _asked(name: str, module: nn.Module, seen: dict[int, _Seen]) -> Iterator[ChunkableModule]:
-    found = seen[id(module)]
-    if found.freed_bytes < found.output_bytes:
-        return  # nor is there more within it
-    if not found.communicates and _is_independent(module, found):
-        yield ChunkableModule(name, module, found.freed_bytes, found.count)
-        return
-    for inner, child in module.named_children():
-        yield from _asked(f"{name}.{inner}", child, seen)
+class _Asked:
+    """Asks modules, by what was seen of them."""
 
+    def __init__(self, seen: dict[int, _Seen]) -> None:
+        self._seen, self._copies = seen, CopiesAsked()
 
-def _readers(
-    unit: WeightUnit, found: list[ChunkableModule], seen: dict[int, _Seen]
-) -> Iterator[ChunkableModule]:
-    """Modules that read what much smaller ones of those found give: in chunks it is computed again, not kept."""
-    weights = {id(one.module): count_weights(one.module) for one in found}
-    inside = {id(part) for one in found for part in one.module.modules()}
-    for name, part in unit.modules().items():
-        note = seen[id(part)]
-        own = count_weights(part)
-        read = sum(
-            size for one, size in note.read.items() if one in weights and is_cheap_beside(weights[one], own)
+    def within(self, name: str, module: nn.Module) -> Iterator[ChunkableModule]:
+        """The module, or the outermost ones within it."""
+        found = self._seen[id(module)]
+        if found.freed_bytes < found.output_bytes:
+            return  # nor is there more within it
+        if self._may_be_chunked(module, found):
+            yield ChunkableModule(name, module, found.freed_bytes, found.count)
+            return
+        for inner, child in module.named_children():
+            yield from self.within(f"{name}.{inner}", child)
+
+    def readers(self, unit: WeightUnit, found: list[ChunkableModule]) -> Iterator[ChunkableModule]:
+        """Modules that read what much smaller ones of those found give: in chunks it is computed again, not kept."""
+        weights = {id(one.module): count_weights(one.module) for one in found}
+        inside = {id(part) for one in found for part in one.module.modules()}
+        for name, part in unit.modules().items():
+            note = self._seen[id(part)]
+            own = count_weights(part)
+            read = sum(
+                size
+                for one, size in note.read.items()
+                if one in weights and is_cheap_beside(weights[one], own)
+            )
+            if read and id(part) not in inside and self._may_be_chunked(part, note):
+                inside |= {id(one) for one in part.modules()}
+                yield ChunkableModule(name, part, read, note.count)
+
+    def _may_be_chunked(self, module: nn.Module, note: _Seen) -> bool:
+        return (
+            note.call is not None and not note.communicates and self._copies.is_independent(module, note.call)
         )
-        if read and id(part) not in inside and not note.communicates and _is_independent(part, note):
-            inside |= {id(one) for one in part.modules()}
-            yield ChunkableModule(name, part, read, note.count)
-
-
-def _is_independent(module: nn.Module, seen: _Seen) -> bool:
-    if seen.call is None:
-        return False
-    try:
-        return check_independence(module, seen.call).is_final
-    except ChunkError:
-        return False
 
 
 class _Watch:
@@ -223,7 +227,7 @@ class _Watch:
         axis = find_axis(self._axis, sys.maxsize, leaves)
         if axis is None or axis.count < 2:
             return
-        note.count, first = axis.count, axis.first(MOST_ASKED[self._axis])
+        note.count, first = axis.count, axis.first(most_asked_of(leaves, MOST_ASKED[self._axis]))
         held = held_generators(module, (torch.Generator,))
         call = ChunkedCall(module.forward, leaves, structure, (first,), held)
         parts = call.given(((0, first.count),), call.tensors())
@@ -242,11 +246,11 @@ class _Watch:
         note.freed_bytes += running.end(_pointers(*tensors))
         note.output_bytes += sum(one.nbytes for one in tensors)
         for storage in (storage for one in tensors for storage in storages_of(one)):
-            self._givers[storage.data_ptr()] = StorageWeakRef(storage), id(module)
+            self._givers[storage._cdata] = StorageWeakRef(storage), id(module)
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         for storage in storages_of(tensor):
-            if storage.data_ptr() not in self._weights:
+            if storage._cdata not in self._weights:
                 for running in self._running:
                     running.save(storage)
         # Not the tensor itself: an output that its own node keeps as a Python object would never be freed.
@@ -258,7 +262,7 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 
 def _pointers(*tensors: Tensor) -> set[int]:
-    return {storage.data_ptr() for one in tensors for storage in storages_of(one)}
+    return {storage._cdata for one in tensors for storage in storages_of(one)}
 
 
 def _is_backward() -> bool:

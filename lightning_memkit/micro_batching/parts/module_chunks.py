@@ -70,7 +70,7 @@ class ModuleChunks:
             self.names[axis] = names = self._run.of_first_rank(lambda: tuple(one.name for one in found))
             longest = max((one.count for one in found), default=1)
             if axis == "tokens":
-                self.tokens = int(largest_of_ranks(self._run, [max(longest, _row_length(step.batch))])[0])
+                self.tokens = int(largest_of_ranks(self._run, [max(longest, row_length(step.batch))])[0])
             self._patch(names)
             chunk = (1, self._tokens) if axis == "rows" else (self._rows, -(-longest // 2))
             if names and not self._runs(step, trials, part, chunk):
@@ -153,20 +153,20 @@ def _parts(batch: Any, axis: AxisName) -> Iterator[Any]:
         with suppress(SplitError):  # the user has a split of their own
             part = batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
         if axis == "tokens":  # where the step takes fewer tokens, it needs less memory
-            yield _first_tokens(part)
+            yield first_tokens(part)
         yield part
 
 
-def _row_length(batch: Any) -> int:
+def row_length(batch: Any) -> int:
     """The length of the second dimension of the first tensor that has one."""
     return next(
         (leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1), 1
     )
 
 
-def _first_tokens(batch: Any) -> Any:
+def first_tokens(batch: Any) -> Any:
     """A batch with the first tokens of its rows, by the length of the first tensor's second dimension."""
-    length = _row_length(batch)
+    length = row_length(batch)
 
     def cut(tensor: Tensor) -> Tensor:
         for dim in range(1, tensor.ndim):

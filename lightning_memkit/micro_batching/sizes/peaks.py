@@ -6,16 +6,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lightning_memkit.activations.chunks.axes import AxisName
-from lightning_memkit.memory.sizing import Sizing, part_sizes
+from lightning_memkit.memory.sizing import Sizing, chunk_sizes, part_sizes
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.tensors import tensors_of
-
-_MOST_CHUNKS = 256  # that are tried at first
-_APART = 4  # sizes of chunks that are tried: a trial costs a step of the whole batch, or of a long row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +37,8 @@ class ChunkSearch:
 
     @property
     def sizes(self) -> list[int]:
-        """Those that are tried, smaller than all; of few among very many, kernels would be slow, the peak the same."""
-        sizes = [1 if self.from_one else -(-self.most // _MOST_CHUNKS)]
-        while sizes[-1] * _APART < self.most // 2:
-            sizes.append(sizes[-1] * _APART)
-        return sorted({*sizes, max(1, self.most // 2)})
+        """Those that are tried."""
+        return chunk_sizes(self.most, from_one=self.from_one)
 
     def resize(self, size: int) -> None:
         """Run the modules in chunks of this size."""

@@ -16,6 +16,7 @@ from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.planning.choices import Family, PluginSpec
 from lightning_memkit.planning.problem import UnavailableError
 from lightning_memkit.plugins.asked import plan_columns, splits_batches
+from lightning_memkit.plugins.planning._planned_chunks import TokenChunks
 from lightning_memkit.plugins.planning._planned_optimizer import EightBitStates
 from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.result import Prediction
@@ -37,7 +38,7 @@ class BatchParts:
 
 
 class Predictions:
-    """Predicts each family at each micro-batch size once.
+    """Predicts each family at each micro-batch size, and tokens of a chunk, once.
 
     Args:
         module: as `plan` takes it.
@@ -50,24 +51,25 @@ class Predictions:
         self._module, self._parts, self._device = module, parts, device
         self._given = dict(given)
         self._given["callbacks"] = [one for one in listed(given.get("callbacks")) if not splits_batches(one)]
-        self._known: dict[tuple[Family, int], Prediction] = {}
+        self._known: dict[tuple[Family, int, int | None], Prediction] = {}
 
-    def __call__(self, family: Family, size: int) -> Prediction:
+    def __call__(self, family: Family, size: int, chunk_tokens: int | None = None) -> Prediction:
         """The prediction.
 
         Raises:
             UnavailableError: a choice does not apply to the module.
         """
-        if (family, size) not in self._known:
-            self._known[family, size] = self._predicted(family, size)
-        return self._known[family, size]
+        key = (family, size, chunk_tokens)
+        if key not in self._known:
+            self._known[key] = self._predicted(*key)
+        return self._known[key]
 
     def ask(self, callback: Callback, rows: int) -> None:
         """Run the beginning of a fit with a callback, under the given arguments."""
         options = {**self._given, "callbacks": [callback, *self._given["callbacks"]]}
         predict_memory(self._module, self._parts.first(rows), trainer=options, device=self._device)
 
-    def _predicted(self, family: Family, size: int) -> Prediction:
+    def _predicted(self, family: Family, size: int, chunk_tokens: int | None) -> Prediction:
         options, callbacks = dict(self._given), list(self._given["callbacks"])
         for choice in family.choices:
             options.update(choice.arguments)
@@ -75,8 +77,9 @@ class Predictions:
         if plugins:
             options["plugins"] = [*listed(self._given.get("plugins")), *plugins]
         added = [_built(part) for choice in family.choices for part in choice.callbacks]
-        own = [EightBitStates()] if family.optimizer is not None else []
-        options["callbacks"] = [*own, _ChoiceNeeds(added), *callbacks, *added]
+        own: list[Callback] = [EightBitStates()] if family.optimizer is not None else []
+        chunks = [] if chunk_tokens is None else [TokenChunks(chunk_tokens)]
+        options["callbacks"] = [*own, _ChoiceNeeds(added), *callbacks, *added, *chunks]
         if size < self._parts.rows:  # two are enough: from the second on gradients exist
             options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
         return predict_memory(self._module, self._parts.first(size), trainer=options, device=self._device)

@@ -15,6 +15,7 @@ from lightning_memkit.data.batching.random_numbers import GlobalNumbers
 from lightning_memkit.memory.sizing import part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.parts.module_chunks import row_length
 from lightning_memkit.planning import choices
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, refusal
@@ -88,6 +89,7 @@ def plan(
         predict=predictions,
         rows=rows,
         sizes=sizes,
+        tokens=row_length(batch),
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
         floor=Floor(seen, ranks, on_host=_may_offload(given.get("strategy"))),
