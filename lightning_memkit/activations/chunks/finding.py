@@ -108,10 +108,15 @@ def find_chunkable(
         step()
     asked = _Asked(watch.seen)
     found: list[ChunkableModule] = []
+    failure: Exception | None = None
     for unit in units_of(module):
-        with unit.gathered():
-            of_unit = [one for name, top in unit.tops.items() for one in asked.within(name, top)]
-            found += [*of_unit, *asked.readers(unit, of_unit)]
+        with unit.gathered():  # on all ranks, whatever happens on this one
+            try:
+                found += asked.of(unit) if failure is None else []
+            except Exception as error:
+                failure = error
+    if failure is not None:
+        raise failure
     places = {id(part): place for place, part in enumerate(module.modules())}
     return sorted({id(one.module): one for one in found}.values(), key=lambda one: places[id(one.module)])
 
@@ -121,6 +126,11 @@ class _Asked:
 
     def __init__(self, seen: dict[int, _Seen]) -> None:
         self._seen, self._copies = seen, CopiesAsked()
+
+    def of(self, unit: WeightUnit) -> list[ChunkableModule]:
+        """Those of a unit whose weights are there."""
+        found = [one for name, top in unit.tops.items() for one in self.within(name, top)]
+        return [*found, *self.readers(unit, found)]
 
     def within(self, name: str, module: nn.Module) -> Iterator[ChunkableModule]:
         """The module, or the outermost ones within it."""

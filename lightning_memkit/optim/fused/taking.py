@@ -178,9 +178,10 @@ class _Taking:
         if len(counts) >= _MANY and all(plain) and native.why_unavailable() is None:
             return list(map(int, native.advance_(counts)))
         counts = [_on_the_host(state) for state in states]
+        steps = [int(count.item()) + 1 for count in counts]  # a fake count is known until it changes
         # A Python number would become one tensor for each count.
         torch._foreach_add_(counts, _ONE, alpha=1.0)
-        return [int(count.item()) for count in counts]
+        return steps
 
     def _fits(self, slot: Slot) -> bool:
         """Whether a fused step can take a parameter; missing states are no obstacle."""
