@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.chunks.axes import ChunkError, as_dense
 from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.activations.chunks.gradient_sums import without_hooks
 from lightning_memkit.activations.chunks.leaves import leaves_behind
 from lightning_memkit.activations.chunks.outputs import JoinedOutputs, OutputPlace
 
@@ -116,7 +117,10 @@ def _gradients(
         _refuse_others(leaves_behind([one for one, _ in pairs]), sources)
     wanted = [index for index, is_needed in enumerate(needed) if is_needed]
     roots, cotangents = zip(*pairs, strict=True)
-    found = torch.autograd.grad(roots, [sources[index] for index in wanted], cotangents, allow_unused=True)
+    with without_hooks(parameters):
+        found = torch.autograd.grad(
+            roots, [sources[index] for index in wanted], cotangents, allow_unused=True
+        )
     yield from ((index, grad) for index, grad in zip(wanted, found, strict=True) if grad is not None)
 
 

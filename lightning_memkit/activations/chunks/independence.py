@@ -1,7 +1,7 @@
 """Asks a module, once, whether its rows or tokens act on each other: on a few of them, and without a trace."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from lightning_memkit.activations.chunks.axes import ChunkAxis, ChunkError, Ranges
 from lightning_memkit.activations.chunks.call import ChunkedCall
 from lightning_memkit.activations.chunks.differences import MORE_BITS, ROUNDING, allowed, difference, equal
+from lightning_memkit.activations.chunks.gradient_sums import GradientSums
 from lightning_memkit.activations.chunks.leaves import leaves_behind, next_number, oldest_behind
 from lightning_memkit.activations.chunks.module_state import ModuleState, wider_dtypes
 from lightning_memkit.activations.chunks.outputs import OutputPlace
@@ -45,12 +46,14 @@ class CheckedOutputs:
 def check_independence(module: nn.Module, call: ChunkedCall) -> CheckedOutputs:
     """Run the module on a few rows and tokens of its call, with one of them replaced and in halves.
 
-    Costs about eight forwards of at most a chunk each. In train mode; where that draws random numbers, halves are
-    compared in eval mode. The module's buffers, attributes and all random numbers are then as before. Tensors without
-    values (of a prediction) tell by their shapes where the outputs' rows are, and are taken to be independent.
+    Costs about eleven forwards and three backwards of at most a chunk each. In train mode; where that draws random
+    numbers, halves are compared in eval mode. The module's buffers, attributes and all random numbers are then as
+    before. Tensors without values (of a prediction) tell by their shapes where the outputs' rows are, and are taken to
+    be independent.
 
     Raises:
-        ChunkError: rows or tokens act on each other, an output has none of its own, or the forward changes the module.
+        ChunkError: rows or tokens act on each other, in outputs or gradients, an output has none of its own, or the
+            forward changes the module.
     """
     state, generators = ModuleState(module), Generators(call.held)
     axes = tuple(axis.first(min(axis.size, MOST_ASKED[axis.name])) for axis in call.axes)
@@ -76,9 +79,11 @@ class _Check:
     def outputs(self, needs_gradient: Sequence[bool]) -> CheckedOutputs:
         differentiable, outside = self._graph(needs_gradient)
         with torch.no_grad():
-            return self._compared(differentiable, outside)
+            return self._compared(needs_gradient, differentiable, outside)
 
-    def _compared(self, differentiable: Sequence[bool], outside: tuple[Tensor, ...]) -> CheckedOutputs:
+    def _compared(
+        self, needs_gradient: Sequence[bool], differentiable: Sequence[bool], outside: tuple[Tensor, ...]
+    ) -> CheckedOutputs:
         before = ModuleState(self._module)
         out, draws = self._run(self._sample.tensors())
         if changed := before.changed():
@@ -92,6 +97,12 @@ class _Check:
             places = self._placed(axis, places, out, draws)
             if axis.ends is None and self._has_values:
                 is_final = self._replaced(axis, places, out) and is_final
+        if self._has_values:
+            sums = GradientSums(self._module, self._sample, places, needs_gradient, outside)
+            with _eval_mode(self._module) if draws else nullcontext():
+                for axis in self._sample.axes:
+                    another = None if axis.ends is not None else self._with_another(axis, axis.count // 2)
+                    sums.check(axis, another or self._sample.tensors())
         leaves, structure = tree_flatten(out)
         others = tuple(A_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return CheckedOutputs(places, structure, others, outside, is_final)

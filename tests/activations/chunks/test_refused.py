@@ -248,3 +248,53 @@ def test_a_coupling_below_the_rounding_of_16_bits_is_seen(dtype: torch.dtype) ->
         net(torch.randn(ROWS, TOKENS, WIDTH).to(dtype))
     assert {one.dtype for one in net.parameters()} == {dtype}
     assert torch.get_default_dtype() == torch.float32
+
+
+class ByFrequency(nn.Module):
+    """The gradient of a row depends on how often others have its id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6, scale_grad_by_freq=True)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(self.table(ids))
+
+
+def clipped(module: nn.Module, _: Any, grads: Any) -> Any:
+    return tuple(grad / grad.norm() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_which_the_rows_gradients_are_no_summands(dtype: torch.dtype) -> None:
+    by_frequency = ByFrequency().to(dtype)
+    checkpoint_chunks(by_frequency, rows=4)
+    with pytest.raises(ChunkError, match="gradients are not the sum of those of its rows"):
+        by_frequency(torch.arange(20))
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    net[1].register_full_backward_hook(clipped)
+    checkpoint_chunks(net, rows=4)
+    with pytest.raises(ChunkError, match="gradients are not the sum of those of its rows"):
+        net(torch.randn(20, 6, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "hook", [lambda grad: grad * 2, lambda grad: grad.clamp(-0.01, 0.01), lambda grad: grad / grad.norm()]
+)
+def test_hooks_of_weights_get_the_gradient_of_all_rows_once(hook: Any) -> None:
+    gradients = []
+    x = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for rows in (None, 3):
+        torch.manual_seed(0)
+        net, calls = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double(), list[Tensor]()
+        for weight in net.parameters():
+            weight.register_hook(calls.append)
+            weight.register_hook(hook)
+        if rows is not None:
+            checkpoint_chunks(net, rows=rows)
+        net(x).square().sum().backward()
+        assert len(calls) == 4
+        gradients.append([weight.grad for weight in net.parameters()])
+    for plain, chunked in zip(*gradients, strict=True):
+        assert torch.allclose(plain, chunked, rtol=1e-12, atol=1e-14)
