@@ -14,6 +14,8 @@ from lightning_memkit.activations.chunks.differences import MORE_BITS, ROUNDING,
 from lightning_memkit.activations.chunks.module_state import wider_dtypes
 from lightning_memkit.activations.chunks.outputs import OutputPlace
 
+_STRETCH = 1 << 12
+
 
 @contextmanager
 def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -115,7 +117,7 @@ class GradientSums:
         return worst
 
     def _gradients(self, ranges: Ranges, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """Those of the call's tensors, then of the parameters, for outputs weighed by fixed random numbers."""
+        """Those of the call's tensors, then digests of the parameters', for outputs weighed by random numbers."""
         parameters = [one for one in (*self._module.parameters(), *self._outside) if one.requires_grad]
         given = self._call.given(ranges, tensors)
         for one, need in zip(given, self._needs, strict=True):
@@ -134,7 +136,8 @@ class GradientSums:
                 return [None] * (len(given) + len(parameters))
             roots, cotangents = zip(*pairs, strict=True)
             found = iter(torch.autograd.grad(roots, sources, cotangents, allow_unused=True))
-        return [next(found) if one.requires_grad else None for one in (*given, *parameters)]
+        of_given = [next(found) if one.requires_grad else None for one in given]
+        return [*of_given, *(None if grad is None else _digest(grad) for grad in found)]
 
     def _weights(self, number: int, place: OutputPlace, like: Tensor, ranges: Ranges) -> Tensor:
         """Random numbers for an output of some of the rows and tokens, as the whole output's have there."""
@@ -147,8 +150,24 @@ class GradientSums:
 
 
 def _dense(one: Tensor | None, other: Tensor | None) -> Tensor:
-    """A gradient as a dense tensor; zeros like the other where there is none."""
+    """A gradient; zeros like the other where there is none."""
     if one is None:
         assert other is not None
-        return torch.zeros_like(other.to_dense() if other.is_sparse else other)
-    return one.to_dense() if one.is_sparse else one
+        return torch.zeros_like(other)
+    return one
+
+
+def _digest(grad: Tensor) -> Tensor:
+    """A weighted sum of each stretch of a gradient: linear in it, and of a thousandth of a large one's bytes."""
+    flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if not flat.numel():
+        return flat
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    each = min(_STRETCH, flat.numel())
+    weights = (1.7 * torch.arange(each, device=flat.device, dtype=wide) + 0.3).cos()
+    whole = flat.numel() // each * each
+    sums = [flat[:whole].view(-1, each).to(wide).mv(weights)]
+    if whole < flat.numel():
+        sums.append((flat[whole:].to(wide) * weights[: flat.numel() - whole]).sum().reshape(1))
+    return torch.cat(sums).to(flat.dtype)
