@@ -266,6 +266,39 @@ def clipped(module: nn.Module, _: Any, grads: Any) -> Any:
     return tuple(grad / grad.norm() for grad in grads)
 
 
+class Injected(torch.autograd.Function):
+    """Hands its input on; an auxiliary loss gets its gradient in the backward, as routers of experts do it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        ctx.save_for_backward(auxiliary)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (auxiliary,) = ctx.saved_tensors
+        return grad, torch.ones_like(auxiliary)
+
+
+class Router(nn.Module):
+    """Its auxiliary loss is a product of two means over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.net = nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.choose(x).softmax(-1)
+        return Injected.apply(self.net(x), (shares.mean(0) * shares.square().mean(0)).sum())
+
+
+def test_an_auxiliary_loss_that_is_injected_in_the_backward() -> None:
+    router = Router().double()
+    checkpoint_chunks(router, rows=4)
+    with pytest.raises(ChunkError, match="gradients are not the sum of those of its rows"):
+        router(torch.randn(20, 6, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_of_which_the_rows_gradients_are_no_summands(dtype: torch.dtype) -> None:
     by_frequency = ByFrequency().to(dtype)
