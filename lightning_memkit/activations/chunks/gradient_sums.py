@@ -104,7 +104,7 @@ class GradientSums:
                 known = sums[number]
                 sums[number] = grad if known is None else known + grad
         pairs = [
-            (_dense(one, other), _dense(other, one))
+            (_or_zeros(one, other), _or_zeros(other, one))
             for one, other in zip(whole, sums, strict=True)
             if one is not None or other is not None
         ]
@@ -149,7 +149,7 @@ class GradientSums:
         return place.narrowed(whole, ranges).to(like.device, like.dtype)
 
 
-def _dense(one: Tensor | None, other: Tensor | None) -> Tensor:
+def _or_zeros(one: Tensor | None, other: Tensor | None) -> Tensor:
     """A gradient; zeros like the other where there is none."""
     if one is None:
         assert other is not None
@@ -158,7 +158,7 @@ def _dense(one: Tensor | None, other: Tensor | None) -> Tensor:
 
 
 def _digest(grad: Tensor) -> Tensor:
-    """A weighted sum of each stretch of a gradient: linear in it, and of a thousandth of a large one's bytes."""
+    """A weighted sum of each stretch of a gradient: linear in it, and of few of a large one's bytes."""
     flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.numel():
