@@ -32,7 +32,7 @@ class CopiesAsked:
     def is_independent(self, module: nn.Module, call: ChunkedCall) -> bool:
         """Whether the rows or tokens of a call don't act on each other in the module.
 
-        Where they have no values, a copy of it with weights is asked, on 16 rows or tokens (see `check_independence`).
+        Where they have no values, a copy of it is asked, on 16 rows or tokens (see `check_independence`).
         """
         if not any(isinstance(one, FakeTensor) for one in call.tensors()):
             return _answer(module, call)
