@@ -89,8 +89,8 @@ def find_chunkable(
     Costs the step, and small forwards and backwards (see `check_independence`) of each module on the way down to those
     that are found. Names play no part: a module is run with some rows replaced and in halves. One that saves less than
     it gives (a single linear layer, an embedding) is left out; unless it reads what a much smaller module in chunks
-    gives (a projection behind a norm), which then needn't be kept either. Of modules that FSDP2 shards by themselves none holds
-    several: it would gather within chunks.
+    gives (a projection behind a norm), which then needn't be kept either. None holds several modules that FSDP2 shards
+    by themselves: it would gather within chunks.
 
     Args:
         module: its submodules are asked, from the outside in. Where some are sharded, all ranks must ask.

@@ -158,7 +158,7 @@ def _or_zeros(one: Tensor | None, other: Tensor | None) -> Tensor:
 
 
 def _digest(grad: Tensor) -> Tensor:
-    """A weighted sum of each stretch of a gradient: linear in it, and of few of a large one's bytes."""
+    """A weighted sum of each stretch of a gradient: linear in it, and small."""
     flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.numel():
