@@ -57,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="a smaller run with the same figures, under 5 minutes"
     )
     parser.add_argument("--seed", type=int, default=0, help="seeds data, models and the order of the pairs")
-    parser.add_argument("--only", default="", help="run one named case and write no file (exactness)")
+    parser.add_argument(
+        "--only", default="", help="run one named case and write no file (exactness, fault_sweep)"
+    )
     parser.add_argument("--size", default="", help="run one micro-batch size, with --only (exactness)")
     parser.add_argument("--gpu", action="store_true", help="run the benchmark's rows for a GPU (`gpu_rows`)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")

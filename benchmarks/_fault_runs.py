@@ -78,6 +78,11 @@ class Tally:
     total_points: int = 0
     largest_difference: float = 0.0
 
+    @property
+    def equal_fraction(self) -> float:
+        """Of the points that were run; 1 where there were none."""
+        return self.equal / self.points if self.points else 1.0
+
     def fail(self, point: int, operator: str, why: str) -> None:
         """Count a point that is not equal."""
         self.failures.append(f"{point} {operator}: {why}")

@@ -48,10 +48,19 @@ class Sample:
 
 
 def run(options: Options) -> Report:
-    """All points, which takes the best part of an hour, or with `--quick` a random sample of half of the cases'."""
+    """All points, which takes hours, or with `--quick` a random sample of half of the cases'.
+
+    `--only` takes a model, an optimizer, or the strategy of two ranks.
+    """
     sample = Sample(budget=3, naive=2, ranks=4, rank_starts=3) if options.quick else Sample()
-    cases = list(all_cases())
-    if options.quick:  # every model, optimizer and step by operators; of the others every second cell
+    cases, by_ranks = list(all_cases()), rank_cases(1 if options.quick else None)
+    if options.only:
+        cases = [case for case in cases if options.only in (case.model, case.optimizer)]
+        by_ranks = [case for case in by_ranks if options.only == case[0]]
+        if not cases and not by_ranks:
+            names = sorted({case.model for case in all_cases()} | {*OPTIMIZERS, *RANKS})
+            raise ValueError(f"--only {options.only}: no such case; there are {', '.join(names)}.")
+    elif options.quick:  # every model, optimizer and step by operators; of the others every second cell
         cases = [case for place, case in enumerate(cases) if place % 12 not in (1, 5, 8, 10)]
     tallies = dict(zip(cases, run_cases(cases, sample, options.seed), strict=True))
     rows, ours, control, exact = [], [], [], []
@@ -70,21 +79,20 @@ def run(options: Options) -> Report:
     whole, naive, notes = added(ours), added(control), []
     figures: dict[str, float | int | bool] = {
         "points": whole.points,
-        "equal_fraction": whole.equal / whole.points,
+        "equal_fraction": whole.equal_fraction,
         "naive_points": naive.points,
-        "naive_equal_fraction": naive.equal / naive.points,
-        "max_relative_diff_fp64": max(tally.largest_difference for tally in exact),
+        "naive_equal_fraction": naive.equal_fraction,
+        "max_relative_diff_fp64": max((tally.largest_difference for tally in exact), default=0.0),
     }
     failures = [*whole.failures, *added(exact).failures]
     shared = run_ranks(
-        Job(cases=rank_cases(1 if options.quick else None), points=sample.ranks, seed=options.seed,
-            most_starts=sample.rank_starts)
+        Job(cases=by_ranks, points=sample.ranks, seed=options.seed, most_starts=sample.rank_starts)
     )  # fmt: skip
     rows += shared.rows()
     for strategy in RANKS:
         tally = shared.of(strategy)
         figures[f"{strategy}_points"] = tally.points
-        figures[f"{strategy}_equal_fraction"] = tally.equal / tally.points
+        figures[f"{strategy}_equal_fraction"] = tally.equal_fraction
         failures += [f"{strategy} {failure}" for failure in tally.failures]
     figures["hangs"] = sum(shared.hangs)
     notes += failures[:SHOWN_FAILURES]
