@@ -30,7 +30,7 @@ class OfLastBatch:
         return made
 
 
-_longest = OfLastBatch()
+_longest, _bounds = OfLastBatch(), OfLastBatch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +77,21 @@ class Documents:
         before = -1 if self.window is None else self.window - 1
         return before, 0 if self.causal else before
 
-    def checked_bounds(self, batch: int, tokens: int) -> list[int]:
-        """``cu_seqlens`` on the host; synchronizes with the device.
+    def checked_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """``cu_seqlens`` on the host; synchronizes with the device once a batch.
 
         Raises:
             ValueError: they don't cover the batch, or a document crosses the end of a row.
         """
+        return _bounds.of(self.cu_seqlens, (batch, tokens), lambda: self._read_bounds(batch, tokens))
+
+    def _read_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
         given = self.cu_seqlens
         if given.dim() != 1 or given.is_floating_point():
             raise ValueError(
                 f"cu_seqlens is {given.dtype} of shape {tuple(given.shape)}; it is one row of integers."
             )
-        bounds = given.tolist()
+        bounds = tuple(given.tolist())
         if not bounds or bounds[0] != 0 or bounds[-1] != batch * tokens:
             ends = f"runs from {bounds[0]} to {bounds[-1]}" if bounds else "is empty"
             raise ValueError(f"cu_seqlens {ends}; it runs from 0 to batch * tokens = {batch * tokens}.")

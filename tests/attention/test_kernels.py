@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memkit.attention import choice, flex, in_torch, kernels, packed_attention
 from lightning_memkit.attention.documents import Documents
@@ -374,6 +375,24 @@ def test_the_longest_document_is_asked_for_once_a_batch(monkeypatch):
     given.cu_seqlens[-1] += 1  # another batch in the same tensor
     assert given.longest() == longest[0] + 1
     assert len(asked) == 2
+
+
+def test_the_loop_reads_bounds_from_the_device_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers, and a checkpointed layer that runs again in the backward, would each wait for the device."""
+    bounds, read = torch.tensor(BOUNDS, dtype=torch.int32), []
+    query, key, value = inputs()
+    query.requires_grad_()
+    for name in ("tolist", "item", "__int__", "__bool__"):
+        stock = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda one, stock=stock: read.append(one.dtype) or stock(one))
+    hidden = query
+    for _ in range(3):
+        hidden = checkpoint(packed_attention, hidden, key, value, bounds, backend="loop", use_reentrant=False)
+    hidden.sum().backward()
+    assert read.count(torch.int32) == 1
+    bounds += 0  # another batch in the same tensor
+    packed_attention(query, key, value, bounds, backend="loop")
+    assert read.count(torch.int32) == 2
 
 
 def test_in_inference_mode_bounds_that_are_written_to_are_read_again():
