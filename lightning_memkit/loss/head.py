@@ -124,19 +124,21 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _counted_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor | None:
-    """The rows whose labels count; None if all do. Synchronizes with the device once."""
-    if isinstance(labels, FakeTensor) or labels.is_meta:
+    """The rows whose labels count; None if all do. Waits for the device once, as their number is a shape."""
+    if isinstance(labels, FakeTensor) or labels.is_meta or not labels.numel():
         return None  # no values to read: assume that all tokens count, which takes the most memory
-    rows = (labels != ignore_index).nonzero().squeeze(1)
-    kept = labels[rows]
-    if kept.numel():
-        low, high = torch.stack(kept.aminmax()).tolist()
-        if low < 0 or high >= vocabulary:
-            raise IndexError(
-                f"Label {low if low < 0 else high} is out of bounds: labels run from 0 to {vocabulary - 1}, one for "
-                f"each row of the weight; tokens that don't count have ignore_index={ignore_index}."
-            )
-    return None if rows.numel() == labels.numel() else rows
+    counts = labels != ignore_index
+    known = torch.where(counts, labels, 0).long()  # those that don't count are within bounds
+    count, low, high = torch.stack([counts.sum(), *known.aminmax()]).tolist()
+    if count and (low < 0 or high >= vocabulary):
+        raise IndexError(
+            f"Label {low if low < 0 else high} is out of bounds: labels run from 0 to {vocabulary - 1}, one for "
+            f"each row of the weight; tokens that don't count have ignore_index={ignore_index}."
+        )
+    if count == labels.numel():
+        return None
+    # Of a known length, unlike nonzero's; in order.
+    return counts.byte().argsort(descending=True, stable=True)[:count]
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit.loss import backends, linear_cross_entropy
@@ -473,3 +474,53 @@ def test_the_built_in_is_right_in_float32():
     ours = linear_cross_entropy(hidden, weight, labels, bias=bias)
     built_in = linear_cross_entropy(hidden, weight, labels, bias=bias, backend="torch")
     torch.testing.assert_close(built_in, ours)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators that wait for a GPU: those whose result's shape, or a host's number, depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+        by_mask = any(one is not None and one.dtype is torch.bool for one in indices)
+        if by_mask or func._schema.name in (
+            "aten::nonzero",
+            "aten::_local_scalar_dense",
+            "aten::masked_select",
+        ):
+            self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [0, 4])
+def test_a_call_waits_for_the_device_once(monkeypatch, reduction, ignored):
+    """Each wait lets a GPU run dry: the host has to have launched ahead of it."""
+    lists, tolist = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor.shape) or tolist(tensor))
+    hidden, weight, labels, _ = problem(ignored=ignored)
+    with Waits() as waits:
+        linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+    assert (len(lists), waits.operators) == (1, [])
+
+
+def test_of_labels_that_do_not_count_none_is_out_of_bounds():
+    hidden, weight, labels, _ = problem()
+    labels[:] = 5000
+    loss = linear_cross_entropy(hidden, weight, labels, ignore_index=5000, reduction="sum")
+    assert loss == 0
+    with pytest.raises(IndexError, match="Label 5000 is out of bounds"):
+        linear_cross_entropy(hidden, weight, labels, ignore_index=-100)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_of_narrow_integers_are_read_as_they_are(dtype):
+    hidden, weight, labels, _ = problem(ignored=0)
+    labels = labels.clamp(max=200)
+    labels[1] = 255 if dtype is torch.uint8 else -100
+    ignored = int(labels[1, 0])
+    narrow = linear_cross_entropy(hidden, weight, labels.to(dtype), ignore_index=ignored)
+    assert torch.equal(narrow, linear_cross_entropy(hidden, weight, labels, ignore_index=ignored))
