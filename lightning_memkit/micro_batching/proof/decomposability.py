@@ -12,6 +12,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 5e-2, torc
 SAMPLED_PER_PARAMETER = 4096
 
 
+_ROUNDED_PAIR = 0.01  # of a gradient's norm
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Whether micro-batches add up to the whole batch, how far off they are, and what to do if they don't.
@@ -27,6 +30,11 @@ class Verdict:
     relative_error: float
     cause: str = ""
     remedy: str = ""
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether a miss may be noise that two rows of a deep net are too few to measure."""
+        return self.adds_up or self.relative_error < _ROUNDED_PAIR
 
 
 def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -1,5 +1,7 @@
 """The verdict on a failed comparison, and the candidate ways of weighing (values of `weigh_by`)."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_memkit.micro_batching import (
@@ -84,3 +86,53 @@ def candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weighe
     if labels is None:
         return ["samples"]
     return ["labels", "samples"] if labels.ndim < 2 else ["labels", "causal_labels", "samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenWays:
+    """The ways of weighing that gradients have not told apart: of batches with labels, and of those without.
+
+    Args:
+        given: the user's `weigh_by`.
+        kind: the candidates of the batch at hand.
+        left: of the candidates of batches that were compared, those that agreed with all of them.
+    """
+
+    given: WeighBy | Weigher
+    kind: tuple[WeighBy | Weigher, ...] = ()
+    left: Mapping[tuple[WeighBy | Weigher, ...], Sequence[WeighBy | Weigher]] = field(default_factory=dict)
+
+    @property
+    def open(self) -> list[WeighBy | Weigher]:
+        """The ways for the batch at hand, the likeliest first."""
+        return list(self.left.get(self.kind, self.kind))
+
+    def chosen(self, weigh_by: WeighBy | Weigher) -> WeighBy | Weigher:
+        """The way in use where it is open, else the likeliest."""
+        return weigh_by if weigh_by in ("auto", *self.open) else self.open[0]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no batch with these candidates was compared."""
+        return self.kind not in self.left
+
+    @property
+    def without_labels(self) -> bool:
+        """Whether only rows can be counted, so that ranks whose batches have labels can't count these."""
+        return self.given == "auto" and self.kind == ("samples",)
+
+    def at(self, batch: Any) -> "OpenWays":
+        """For a batch."""
+        return replace(self, kind=tuple(candidates(self.given, batch)))
+
+    def by_rows(self) -> "OpenWays":
+        """For a batch of which a rank's share has no labels."""
+        return replace(self, kind=("samples",))
+
+    def anew(self) -> "OpenWays":
+        """With all candidates of the batch at hand open again."""
+        return replace(self, left={})
+
+    def agreeing(self, ways: Sequence[WeighBy | Weigher]) -> "OpenWays":
+        """With these left of the batch's candidates."""
+        return replace(self, left={**self.left, self.kind: list(ways)})

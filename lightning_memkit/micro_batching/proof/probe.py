@@ -17,10 +17,11 @@ from lightning_memkit.micro_batching.parts.partition import Combination
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
-from lightning_memkit.micro_batching.proof.judged import candidates, changes_verdict, mismatch_verdict
+from lightning_memkit.micro_batching.proof.judged import OpenWays, changes_verdict, mismatch_verdict
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
 from lightning_memkit.micro_batching.proof.novelty import Novelties, is_revised_after
 from lightning_memkit.micro_batching.proof.probed_rows import (
+    PROBED_SAMPLES,
     few_rows,
     in_order_of,
     numbers_of_rows,
@@ -44,11 +45,6 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
-# A pair's miss below this may be noise that two rows of a deep net are too few to measure.
-_ROUNDED_PAIR = 0.01
-# Rows to compare before a size is known; the second number if the first runs out of memory.
-_PROBED_SAMPLES = 5, 2
-_MOST_SAMPLES = 32  # rows to compare once a size is known
 # Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3
 _MOST_PROBES = 24  # in a run in which every batch holds something new
@@ -93,8 +89,7 @@ class Weighing:
         self.unproven, self.skipped = "", False
         self.probes, self.fewest = 0, 1
         self.head: Edges = frozenset()
-        self._given: WeighBy | Weigher = weigh_by
-        self._open: list[WeighBy | Weigher] = []
+        self._ways = OpenWays(given=weigh_by)
         self._batches = 0
         self._smallest = 0  # rows of the smallest micro-batch that was compared
         self._is_mixed = False  # two micro-batches were compared that both count something
@@ -111,15 +106,19 @@ class Weighing:
 
     def settle(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe the batch if it needs it; afterwards `weigh_by` and `rules` hold for it."""
-        self.skipped = False
-        self._batches += 1
-        if self.probes == 0 and not self.unproven:
-            self._open = candidates(self._given, step.batch)
-        if not any_rank(step.run, self._wanted(step, micro_batch_size)):
+        self.skipped, self._batches = False, self._batches + 1
+        self._ways = self._ways.at(step.batch)
+        splits = self.rules is None and self.verdict is not None and self.verdict.adds_up
+        splits = splits and 0 < micro_batch_size < batch_size(step.batch)
+        told = [self._wanted(step, micro_batch_size), splits, self._ways.without_labels]
+        wanted, splits, unlabelled = largest_of_ranks(step.run, told)
+        self._ways = self._ways.by_rows() if unlabelled else self._ways
+        self.weigh_by = self._ways.chosen(self.weigh_by)
+        if not wanted and not (splits and self._ways.is_new):
             return
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
-        self._probe(step, trials, _PROBED_SAMPLES[0] if is_first else micro_batch_size)
+        self._probe(step, trials, PROBED_SAMPLES[0] if is_first else micro_batch_size)
         if is_first or (self._is_new and not self._novelties.only_classes):
             self._contradict(step, trials)
 
@@ -135,19 +134,20 @@ class Weighing:
         for rows, place in [*places, *places[-1:] * (most - len(places))]:
             if rows >= total:
                 continue
-            trials.limited = rows > _PROBED_SAMPLES[-1]
+            trials.limited = rows > PROBED_SAMPLES[-1]
             with suppress(NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, rows, place, alone=True)
                 self._settled_by(step, trials, replace(probed, is_further=True), is_last=True)
             verdict = self.verdict
-            if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
+            if verdict is None or not verdict.may_be_rounding:
                 return
             # A few rows prove no more than five did: what they show is dropped.
             vars(self).update(known)
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss was not the one that was proven."""
-        self._open, self._is_new = candidates(self._given, step.batch), True
+        ways, self._is_new = self._ways.at(step.batch).anew(), True
+        self._ways = ways.by_rows() if any_rank(step.run, ways.without_labels) else ways
         self._probe(step, trials, micro_batch_size)
         self._contradict(step, trials)
 
@@ -176,24 +176,30 @@ class Weighing:
         if not 0 < micro_batch_size < batch_size(step.batch) or self.probes >= _MOST_PROBES:
             return False
         # Losses that show their divisors, too: rules for logged values may hold by chance in one batch.
-        if self.probes < _PROBED_BATCHES or new or not self._is_mixed:
+        few = self.probes < _PROBED_BATCHES or not self._is_mixed
+        few = few or (micro_batch_size == 1 and self._smallest > 1)
+        if new or few or is_revised_after(self._batches):
             return True
-        if (micro_batch_size == 1 and self._smallest > 1) or is_revised_after(self._batches):
-            return True
-        return self.rules is None and weigh_differently(self._open, step.batch, micro_batch_size, self.split)
+        return self.rules is None and weigh_differently(
+            self._ways.open, step.batch, micro_batch_size, self.split
+        )
 
     def _probe(self, step: Step, trials: Trials, most: int) -> None:
         """Compare as many rows as fit into memory."""
-        self.weigh_by = self._open[0]
+        self.weigh_by = self._ways.open[0]
         if not trials.ranks.compares:
-            self._trusted(f"ranks reduce gradients in every backward and {trials.ranks.reason}")
+            # Split as the user says, or as the batch's labels suggest.
+            self.probes, self.verdict = _PROBED_BATCHES, None
+            self._ways = self._ways.agreeing(self._ways.open[:1])
+            reason = f"ranks reduce gradients in every backward and {trials.ranks.reason}"
+            if self.weigh_by != "auto" and not callable(self.weigh_by):
+                warnings.warn(verdicts.unchecked(reason, self.weigh_by), stacklevel=2)
             return
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        samples = (_MOST_SAMPLES, *_PROBED_SAMPLES) if self.probes else _PROBED_SAMPLES
-        numbers = numbers_of_rows(samples, most, total, fewest=self.fewest)
+        numbers = numbers_of_rows(most, total, fewest=self.fewest, is_first=self.probes == 0)
         for rows in numbers:
             # The smallest comparison is not limited on the host: without one, nothing is known.
-            trials.limited = rows > _PROBED_SAMPLES[-1]
+            trials.limited = rows > PROBED_SAMPLES[-1]
             try:
                 places = _PLACES if rows < total else 1
                 self._compare(step, trials, rows, places, alone=most == 1 and self.fewest == 1)
@@ -219,12 +225,6 @@ class Weighing:
         if numbers and self.verdict is None:  # otherwise earlier batches have proven it
             self.unproven = "two samples at once run out of memory"
 
-    def _trusted(self, reason: str) -> None:
-        """Split as the user says, or as the batch's labels suggest, with a warning: nothing can be compared."""
-        self.probes, self._open, self.verdict = _PROBED_BATCHES, self._open[:1], None
-        if self.weigh_by != "auto" and not callable(self.weigh_by):
-            warnings.warn(verdicts.unchecked(reason, self.weigh_by), stacklevel=2)
-
     def _compare(self, step: Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
         """Compare some rows whole and in micro-batches; other rows, if too few of these count, or none."""
         for place in range(self.probes, self.probes + places):
@@ -242,7 +242,7 @@ class Weighing:
         sizes = [1, rows - 1] if alone else [rows // 2, rows - rows // 2]
         if (self.probes == 0 or self._is_new) and self.split is None and step.run.world_size == 1:
             small = in_order_of(small, lambda row: trials.loss_of(step, row))
-        if len(self._open) > 1:
+        if len(self._ways.open) > 1:
             small = told_apart(small, sizes[0], step.batch)
         return Rows(whole=small, parts=split_batch(small, sizes, split=self.split), sizes=sizes)
 
@@ -255,7 +255,8 @@ class Weighing:
             with quiet(step.run.module, level) as draws:
                 runs = RowRuns(step, trials, probed, draws)
                 rows = RowTrials(runs)
-                outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
+                reads = self._ways.given == "auto"
+                outcome = rows.compare(self._ways.open, reads=reads, known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
                 compared = [part.head for part in outcome.parts if part is not None]
                 self.head = self.head.union(outcome.whole.head, *compared)
@@ -293,8 +294,7 @@ class Weighing:
         self.rules, self.state = outcome.rules, with_earlier(outcome.state, self.state)
         if outcome.rules is not None:
             learn_counts(probed, self.foretold, outcome, outcome.rules)
-        self._open = outcome.ways
-        self.weigh_by = self._open[0]
+        self._ways, self.weigh_by = self._ways.agreeing(outcome.ways), outcome.ways[0]
         self.rests = learn_values(
             step, probed, outcome, logs=self.logs, returned=self.returned, rests=self.rests
         )

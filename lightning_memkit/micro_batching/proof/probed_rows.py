@@ -35,6 +35,9 @@ EQUAL_IDS = -1
 _UNLIKE_PAIRS = ((2, 1), (2, 3), (2, 5))
 _MOST_EQUAL = 3  # columns whose equal rows are compared
 _MOST_SORTED = 8  # rows that are run one by one to sort them by their losses
+# Rows to compare before a size is known; the second number if the first runs out of memory.
+PROBED_SAMPLES = 5, 2
+_MOST_SAMPLES = 32  # rows to compare once a size is known
 _COUNTED_ROWS = 256  # the most rows of a batch that are compared to choose the most different ones
 
 
@@ -228,8 +231,9 @@ def weigh_differently(
     return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
 
 
-def numbers_of_rows(wanted: Sequence[int], most: int, total: int, *, fewest: int) -> list[int]:
+def numbers_of_rows(most: int, total: int, *, fewest: int, is_first: bool) -> list[int]:
     """The numbers of rows to try in turn, each enough for two micro-batches; empty if the batch has less."""
     least = 2 * fewest
+    wanted = PROBED_SAMPLES if is_first else (_MOST_SAMPLES, *PROBED_SAMPLES)
     numbers = {min(max(min(samples, most), least), total) for samples in wanted}
     return sorted((rows for rows in numbers if rows >= least), reverse=True)
