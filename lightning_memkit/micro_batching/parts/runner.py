@@ -16,6 +16,7 @@ from lightning_memkit.micro_batching.parts import untold
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
 from lightning_memkit.micro_batching.parts.before_zero_grad import BeforeZeroGrad
+from lightning_memkit.micro_batching.parts.complete_gradients import CompleteGradients
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
 from lightning_memkit.micro_batching.parts.part_values import PartValues
@@ -53,20 +54,18 @@ class PartsRunner:
     """
 
     def __init__(self, run: Run, partition: Partition, watch: StepWatch, *, exact_window: bool) -> None:
-        self.partition = partition
-        self.phase = ""
+        self.partition, self.phase = partition, ""
         self.values = PartValues()
         self.ranks = Ranks()
         self.draws: EqualDraws = EqualDraws(run.module)
         self.watch = watch
         self._watched = WatchedParts(run, watch)
         self._hooks = BeforeZeroGrad(run, watch)
+        self._complete = CompleteGradients(run.module, run.world_size)
         self._compares = False  # the functions of the batch's first loss are still to be compared
-        self.whole = WholeComparison(None)
+        self.whole, self.chunks = WholeComparison(None), ModuleChunks(run)
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
-        self._warned = set[str]()
-        self._run = run
-        self.chunks = ModuleChunks(run)
+        self._run, self._warned = run, set[str]()
 
     def connect(self, ranks: Ranks, survey: Survey) -> None:
         """Let ranks take their steps together, and totals be read before a batch runs."""
@@ -85,22 +84,19 @@ class PartsRunner:
             UnknownTotalsError: the batch has to begin again with known totals; gradients are incomplete.
             ManyRowsError, ManyRowsStateError: the whole batch has another loss, or leaves other rows.
         """
-        attempt = Attempt()
-        self._attempt(step, attempt)
-        self.phase = "after backward, in hooks, clipping or the optimizer's step"
-        self.whole.compare(step, attempt, self.partition, self.values)
+        self._attempt(step, attempt := Attempt(), is_first=True)
         return reported(step, attempt, self.partition, self.values)
 
     def run_again(self, step: Step) -> None:
         """Run the batch for its gradients only: nothing is logged or counted a second time."""
         undo = [step.keep_counters(), self._run.keep_results()]
         try:
-            self._attempt(step, Attempt())
+            self._attempt(step, Attempt(), is_first=False)
         finally:
             for put_back in undo:
                 put_back()
 
-    def _attempt(self, step: Step, attempt: Attempt) -> None:
+    def _attempt(self, step: Step, attempt: Attempt, *, is_first: bool) -> None:
         self.chunks.resize(self.partition.chunk_rows, self.partition.chunk_tokens)
         weights = self._weights
         weights.begin(step)
@@ -109,9 +105,23 @@ class PartsRunner:
         attempt.split = self.partition.split
         shares = weights.shares(step, attempt.cut)
         batch = BatchRun(step=step, cut=attempt.cut, weights=own, shares=shares)
-        kept = self._kept(batch)
-        self.ranks.attempt(lambda: self._run_parts(batch, attempt, kept), ends_window=step.ends_window)
-        factor = weights.finish(step, shares)
+        parts = len(own)
+        # All, as each logs values of its rows; None repeats the first, as ranks need it.
+        kept = [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
+        with self._complete.held() if len(kept) > 1 else nullcontext(lambda: None) as run_hooks:
+            self.ranks.attempt(lambda: self._run_parts(batch, attempt, kept), ends_window=step.ends_window)
+            self._finish(batch, attempt)
+            self.phase = "after backward, in hooks, clipping or the optimizer's step"
+            if is_first:  # before hooks, which may change weights
+                self.whole.compare(step, attempt, self.partition, self.values)
+            run_hooks()
+        if attempt.losses:
+            step.after_backward()
+
+    def _finish(self, batch: BatchRun, attempt: Attempt) -> None:
+        """Bring gradients and what the micro-batches' losses have shown to the scale of the batch."""
+        weights, shares = self._weights, batch.shares
+        factor = weights.finish(batch.step, shares)
         if shares is not None:
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
             attempt.rest = self._rest(shares)
@@ -119,8 +129,6 @@ class PartsRunner:
                 self._warn(untold.TERMS)
             if attempt.losses and shares.totals is None and shares.rules.means and not weights.exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
-        if attempt.losses:
-            step.after_backward()
 
     def _rest(self, shares: StepShares) -> Tensor | None:
         """The part of the batch's loss that has no gradient."""
@@ -137,11 +145,6 @@ class PartsRunner:
         if words not in self._warned:
             self._warned.add(words)
             warnings.warn(words, stacklevel=2)
-
-    def _kept(self, batch: BatchRun) -> list[int | None]:
-        """Which micro-batches run: all, as each logs values of its rows; None repeats the first, as ranks need it."""
-        parts = len(batch.weights)
-        return [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
 
     def _run_parts(self, batch: BatchRun, attempt: Attempt, kept: list[int | None]) -> None:
         ran: list[int] = []  # which entries of `attempt.logged` are of micro-batches with a loss
@@ -277,11 +280,11 @@ class PartsRunner:
     def _run_smallest(self, step: Step) -> None:
         """Forward and backward of one row with weight zero, so that no rank waits."""
         rows = 1 if self.partition.keeps_whole else batch_size(step.batch)
-        part = step.batch
-        if rows > 1:
-            part = split_batch(step.batch, [1, rows - 1], split=self.partition.split)[0]
+        parts = (
+            split_batch(step.batch, [1, rows - 1], split=self.partition.split) if rows > 1 else [step.batch]
+        )
         with self._run.logging_held():
-            loss, _ = step.forward(self._run.transfer(part))
+            loss, _ = step.forward(self._run.transfer(parts[0]))
             if loss is not None:
                 step.quiet_backward(loss * 0)
 

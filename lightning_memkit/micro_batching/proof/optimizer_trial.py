@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memkit.memory.measure import peak_meter
+from lightning_memkit.memory.measure import PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.ranks.agreement import (
     local_optimizer,
@@ -123,3 +123,12 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for registered, before in zip(hooks, kept, strict=True):
             registered.update(before)
+
+
+def host_meter(step: Step, budget_bytes: int | None) -> PeakMeter | None:
+    """A meter of a step on the host, which raises above the budget; None on other devices, or without a budget."""
+    device, module = step.run.device, step.run.module
+    if budget_bytes is None or device.type != "cpu":
+        return None
+    held = [*module.parameters(), *module.buffers(), *tensors_of(step.batch)]
+    return peak_meter(device, [*held, *states_on(device, local_optimizer(step.optimizer))], budget_bytes)

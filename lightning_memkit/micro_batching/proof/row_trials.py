@@ -231,6 +231,8 @@ class RowTrials:
         how much is due to kernels that add in another order each time.
         """
         run = self._runs.step.run
+        if self._runs.trials.complete.incomplete:
+            return True
         if run.precision.startswith("16"):
             return False  # in float16, half of a small gradient has fewer bits
         halved = self._runs.whole(lambda loss: loss * 0.5).gradient * 2

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
@@ -16,21 +16,21 @@ from lightning_memkit.micro_batching.changes.step_changes import StepChange
 from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts.complete_gradients import CompleteGradients
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.lost_state import warn_of_lost
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
-from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
+from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, host_meter
 from lightning_memkit.micro_batching.proof.read_gradients import ReadGradients
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
 from lightning_memkit.micro_batching.proof.trial_values import PassedOverError, StepFailedError, TrialValues
-from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimizer
+from lightning_memkit.micro_batching.ranks.agreement import Ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.accumulation import ignoring_accumulation
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.utilities.generators import Generators, seed_all
-from lightning_memkit.utilities.tensors import tensors_of
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
 _NOTHING: Any = None
@@ -57,6 +57,7 @@ class Trials:
         limited: probes must stay within the budget on a CPU.
         zeroes: a batch is one micro-batch, before whose backward the gradients of the step before are freed.
         watch: knows what trials saw steps change.
+        complete: the hooks that get complete gradients.
     """
 
     def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
@@ -71,11 +72,9 @@ class Trials:
         self.adds_up = self.limited = self.zeroes = False
         self._leaves, self.ranks, self.watch = list[Tensor](), Ranks(), StepWatch()
         self._has_watched, self._noted = False, NotedChanges(run, self)
-        self._run, self._budget_bytes, self.forget = run, budget_bytes, self._noted.forget
-
-    @property
-    def _module(self) -> nn.Module:
-        return self._run.module
+        self.complete = CompleteGradients(run.module, run.world_size)
+        self._run, self._module = run, run.module
+        self._budget_bytes, self.forget = budget_bytes, self._noted.forget
 
     @contextmanager
     def no_trace(
@@ -105,10 +104,12 @@ class Trials:
                     torch.enable_grad(),
                     ignoring_accumulation(),  # micro-batches of a trial add up, and those of the run may not
                     nullcontext() if unwatched else rollback.watching(),
+                    self.complete.held() if seen else nullcontext(lambda: None) as run_hooks,
                 ):
                     if after_backward:
                         self.watch.put_batch_back()
                     yield logged
+                    run_hooks()  # what they change is known from then on
             finally:
                 self.changing |= rollback.changed()
                 lost = rollback.restore()
@@ -213,12 +214,7 @@ class Trials:
 
     def within_budget(self, step: Step) -> PeakMeter | None:
         """A meter that raises above the budget on a CPU; None on other devices, or without a budget."""
-        device = self._run.device
-        if self._budget_bytes is None or device.type != "cpu":
-            return None
-        held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
-        held += states_on(device, local_optimizer(step.optimizer))
-        return peak_meter(device, held, self._budget_bytes)
+        return host_meter(step, self._budget_bytes)
 
     def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""

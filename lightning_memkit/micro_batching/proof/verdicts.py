@@ -27,6 +27,7 @@ _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
 _WHOLE_AND_FIT = f"keep the batch whole ({_SIZE}; ActivationCheckpointing helps it to fit)"
 
+AFTER_GRADIENT = ", after its gradient"  # ends the name of a hook on complete gradients
 DRAWS_BY_ROWS = "training_step draws from Python's or NumPy's generators, more often for some rows"
 
 
@@ -149,6 +150,14 @@ def bent(run: Run, error: float) -> Verdict:
     """A hook or a backward changes gradients in a way that is not linear in them."""
     hooks = run.hooks_by_micro_batch()
     named = f" ({', '.join(hooks[:3])})" if hooks else ""
+    late = [name for name in hooks if name.endswith(AFTER_GRADIENT)]
+    if late:
+        return _refused(
+            f"{', '.join(late[:3])} would see gradients that are not complete: on several ranks, and beside an "
+            "optimizer that steps in the backward, it can't be called later",
+            f"change gradients in on_before_optimizer_step, which runs once a step, or {_WHOLE}",
+            0.0,
+        )
     return _refused(
         f"half of the loss has not half of its gradients: a hook{named} or a backward of the module's own changes "
         "them by more than a factor, and would see those of one micro-batch",

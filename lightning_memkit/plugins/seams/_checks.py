@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from torch.optim import Optimizer
 
 from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics, with_running_averages
+from lightning_memkit.micro_batching.parts.complete_gradients import TABLE, CompleteGradients
+from lightning_memkit.micro_batching.proof.verdicts import AFTER_GRADIENT
 
 _OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
@@ -49,7 +51,8 @@ def _shown(names: list[str]) -> str:
 def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[str]:
     """The user's hooks that run once a micro-batch, on gradients that are not complete, in order.
 
-    These are `on_before_backward`, and hooks on parameters' gradients; `on_after_backward` runs once a batch.
+    These are `on_before_backward`, and hooks on parameters' gradients; `on_after_backward` and hooks on complete
+    gradients run once a batch.
     Left out are Lightning's callbacks and ours, hooks registered by torch, Lightning or us, and callbacks
     that declare `sees_micro_batches = True`.
     """
@@ -64,9 +67,11 @@ def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[
         found.append(f"{type(module).__name__}.on_before_backward")
     for name, parameter in module.named_parameters():
         before = parameter._backward_hooks or {}
-        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         found += [f"a hook on {name}'s gradient" for hook in before.values() if not _is_known(hook)]
-        found += [f"a hook on {name}, after its gradient" for hook in after.values() if not _is_known(hook)]
+    if CompleteGradients(module, trainer.world_size).incomplete:
+        tables = {name: getattr(p, TABLE, None) or {} for name, p in module.named_parameters()}
+        hooked = [name for name, hooks in tables.items() if not all(map(_is_known, hooks.values()))]
+        found += [f"a hook on {name}{AFTER_GRADIENT}" for name in hooked]
     return list(dict.fromkeys(found))
 
 
