@@ -2,6 +2,7 @@
 # pyright: reportCallIssue=false
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memkit import OnDeviceStrategy, PureBF16Precision
+from lightning_memkit import FSDP2Strategy, OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.plugins.callbacks.random_state import KEY, RandomState
 from lightning_memkit.plugins.strategies.on_device import parameter_dtype
 from tests.initialization.test_building import Float32Bytes
@@ -155,3 +156,31 @@ def test_importing_the_public_name_registers_the_strategy():
     )
     out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "OnDeviceStrategy", out.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        ("cuda", {}, "nccl"),
+        ("cuda", {"cpu_offload": True}, "cpu:gloo,cuda:nccl"),
+        ("cuda", {"cpu_offload": True, "process_group_backend": "nccl"}, "cpu:gloo,cuda:nccl"),
+        ("cuda", {"cpu_offload": True, "process_group_backend": "gloo"}, "gloo"),
+        ("cpu", {"cpu_offload": True}, "gloo"),
+        ("cpu", {}, "gloo"),
+    ],
+)
+def test_ranks_whose_shards_are_on_the_host_talk_there_too(monkeypatch, device, options, expected):
+    """NCCL has no collectives of host memory, where norms of offloaded gradients are reduced."""
+    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device(device))
+    strategy = FSDP2Strategy(**options)
+    made = []
+    monkeypatch.setattr(
+        "lightning.pytorch.strategies.model_parallel._init_dist_connection",
+        lambda *given, **_: made.append(given[1]),
+    )
+    monkeypatch.setattr(strategy, "set_world_ranks", lambda: None)
+    monkeypatch.setattr("lightning.pytorch.strategies.model_parallel.reset_seed", lambda: None)
+    strategy.cluster_environment = object()
+    strategy._accelerator = SimpleNamespace(setup_device=lambda device: None)
+    strategy._setup_distributed()
+    assert made == [expected]
