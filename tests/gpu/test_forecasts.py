@@ -1,4 +1,7 @@
-"""Predictions within a fit work though CUDA is in use, and in a second fit, and are near what is measured."""
+"""Predictions within a fit work though CUDA is in use, and in a second fit, and are near what is measured.
+
+Forks of a process predict until it has run a backward on a card; from then on copies do. Here are both.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,8 @@ import torch
 from lightning_memkit import MemoryBudget, MemoryReport
 from lightning_memkit.micro_batching.sizes.sizing import Foreseen
 from lightning_memkit.plugins.memory_budget import _forecast, callback
-from tests.gpu.card import on_cpu, sized
+from tests.gpu.card import on_cpu, script, sized
+from tests.gpu.forked import ENDED
 from tests.gpu.models import Language, batches, small
 from tests.gpu.runs import fit
 from tests.plugins.noise import NOISE
@@ -82,3 +86,11 @@ def test_a_budget_predicts_in_every_fit_and_verifies_with_one_trial(
     assert sizes[0] == sizes[1]  # what the first fit leaves on a card counts in neither
     if not on_cpu():
         assert torch.cuda.max_memory_reserved(device) <= sized(3 << 29, 0)
+
+
+@pytest.mark.parametrize("way", ["report", "budget"])
+def test_a_fork_predicts_where_cuda_is_in_use_and_no_backward_has_run(way: str, tmp_path: Path) -> None:
+    found = script("forked", way, str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert found["forks"] == [ENDED]  # else a copy has predicted, or nothing has
+    assert found["what"] == ""
+    assert found["predicted"] == pytest.approx(found["measured"], rel={"report": 0.05, "budget": NEAR}[way])

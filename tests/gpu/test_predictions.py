@@ -1,5 +1,6 @@
 """`predict_memory` for the card that is here, against what its allocator says of the same run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_memkit import (
     predict_memory,
 )
 from lightning_memkit.prediction.result import Prediction
-from tests.gpu.card import needs_cuda, on_cpu, sized
+from tests.gpu.card import needs_cuda, on_cpu, script, sized
 from tests.gpu.models import Language, batches, small, tokens
 from tests.gpu.runs import fit
 from tests.plugins.noise import NOISE
@@ -64,3 +65,10 @@ def test_a_prediction_leaves_the_card_as_it_was(device: torch.device) -> None:
     assert predicted().peak_bytes > 0
     needs_cuda("the CPU has no allocator that counts")
     assert torch.cuda.memory_allocated(device) == before
+
+
+@pytest.mark.usefixtures("device")
+def test_a_fork_predicts_where_cuda_is_in_use_and_no_backward_has_run(tmp_path: Path) -> None:
+    found = script("forked", "predict_memory", str(tmp_path))
+    assert found["forks"] == ["ended", "ended"]
+    assert found["predicted"] == 2 * [predicted().peak_bytes]
