@@ -29,7 +29,9 @@ from lightning_memkit.activations.offload import offload_activations
 from lightning_memkit.activations.offload_choice import measure_copy_rates
 
 SETTLING_STEPS = 4  # "auto" has chosen after three
-POLICIES = ("none", "full", "every:2", "selective", "budget:0.5")
+POLICIES = ("none", "full", "every:2", "selective", "budget:0.5", "auto", "compile:0.5")
+AUTO_LEFT = 0.6  # of what is kept beside weights and gradients, the size of "auto" leaves room for so much
+COMPILE_SECONDS = 30  # that Inductor takes longer: a block, with torch's bound and without
 FULL_TIME = 1.4  # a forward more is a third
 AUTO_TIME = 1.05  # "auto" is to cost no more than the cheaper of recomputation and offload, of all blocks
 
@@ -81,6 +83,11 @@ class Kept:
         self.peak_bytes = _peak_bytes(self.step, device, self.model)
         self.gradients = _gradients(self.model, self.x)
 
+    def auto(self) -> str:
+        """A policy that bounds the whole step, AdamW's states included, below what is kept here."""
+        weights = sum(p.nbytes for p in self.model.parameters())
+        return f"auto:{4 * weights + int(AUTO_LEFT * (self.peak_bytes - 2 * weights))}"
+
     def treated(self, begin: Way) -> tuple[Callable[[], None], Values]:
         """The step of a copy that is treated in a way, and its peak's fraction of this one's."""
         model = copy.deepcopy(self.model)
@@ -103,7 +110,8 @@ def rows_of_activations(options: Options) -> list[GpuRow]:
     for policy in POLICIES:
         limits = {"gpu_full_time_ratio": at_most(FULL_TIME)} if policy == "full" else {}
         run = partial(of_policy, policy, options)
-        rows.append(GpuRow(what=policy, needs_seconds=9, run=run, limits=size.limits(limits)))
+        seconds = 9 + COMPILE_SECONDS * policy.startswith("compile:")
+        rows.append(GpuRow(what=policy, needs_seconds=seconds, run=run, limits=size.limits(limits)))
     for way, begin in WAYS.items():
         if way == "checkpoint":  # the policy "full"
             continue
@@ -126,7 +134,12 @@ def of_policy(policy: str, options: Options) -> Values:
             "gpu_none_step_ms": ratio.ours_ms,
         }
         return {**found, "gpu_none_host_ms": 1000 * host_seconds(kept.step, kept.device)}
-    step, found = kept.treated(lambda model, _: checkpoint_modules(model, policy))
+    asked = kept.auto() if policy == "auto" else policy
+    step, found = kept.treated(lambda model, _: checkpoint_modules(model, asked))
+    if policy.startswith(
+        "compile:"
+    ):  # its bits are those of compiled blocks, in which no cast is between kernels
+        del found["same_bits"]
     ratio = size.ratio(step, kept.step, options)
     found |= {
         "time_ratio": ratio.median,

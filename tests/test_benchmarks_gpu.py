@@ -257,7 +257,7 @@ def test_rows_are_listed_without_a_device_and_have_names_needs_and_limits(option
     assert all(job.row.needs_seconds > 0 for job in jobs)
     assert any(job.row.limits for job in jobs) is (options.device == "cuda")
     if options.device == "cuda":
-        assert sum(job.row.needs_seconds for job in jobs) < 1.5 * gpu.TOTAL_SECONDS
+        assert sum(job.row.needs_seconds for job in jobs) < 1.6 * gpu.TOTAL_SECONDS
 
 
 def test_rows_limit_what_is_claimed_of_a_card() -> None:
@@ -298,7 +298,7 @@ def test_limits_are_judged_by_their_figures() -> None:
 CHEAP = {
     "optimizer_step": {"host's time of memkit kahan, compact", "memkit split, compact"},
     "loss_head": {"V=512 N=256 bf16, memkit", "V=512 N=256 bf16, errors over plain's"},
-    "activations": {"none", "full", "budget:0.5", "offload"},
+    "activations": {"none", "full", "budget:0.5", "auto", "offload"},
     "attention": {"loop, 3 in 128", "dense_mask, 3 in 128", "flex, 3 in 128"},
     "optimizer_offload": {"AdamW, float32"},
 }
