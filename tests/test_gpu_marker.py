@@ -1,6 +1,7 @@
 """Tests that ask a card carry the marker; where there is none they are collected, and one line says so."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -54,3 +55,11 @@ def test_no_card_is_no_reason_where_the_cpu_is_asked_for(monkeypatch: pytest.Mon
     assert card.why_skipped() is None
     with pytest.raises(pytest.skip.Exception, match="only on CUDA: of streams"):
         card.needs_cuda("of streams")
+
+
+def test_what_lacks_a_package_says_which_wheel_to_carry() -> None:
+    assert card.needs_package("json") is json
+    with pytest.raises(
+        pytest.skip.Exception, match="No module named 'not_there'; carry not_there json: .*--wheels DIR"
+    ):
+        card.needs_package("not_there", "json")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,15 @@ def needs_cuda(reason: str) -> None:
     """Skip the rest of a test whose subject exists only on CUDA."""
     if on_cpu():
         pytest.skip(f"only on CUDA: {reason}")
+
+
+def needs_package(*names: str) -> Any:
+    """The first of these packages; skips the rest of a test where one is missing, and says which wheels to carry."""
+    try:
+        return [import_module(name) for name in names][0]
+    except ImportError as error:
+        wheels = " ".join(names)
+        pytest.skip(f"{error}; carry {wheels}: scripts/first_card.sh --wheels DIR, see docs/gpu.md")
 
 
 def sized(on_gpu: T, on_the_cpu: T) -> T:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu.card import accelerator, on_cpu, script
+from tests.gpu.card import accelerator, needs_package, on_cpu, script
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("how", ["build_on", "strategy"])
 def test_the_host_holds_no_copy(how: str) -> None:
-    pytest.importorskip("transformers")
+    needs_package("transformers")
     found = script("built", accelerator(), how)
     assert found["devices"] == [accelerator()]
     assert found["dtypes"] == ["torch.bfloat16"]

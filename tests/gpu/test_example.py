@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memkit import ActivationCheckpointing, Budget, plan
-from tests.gpu.card import ROOT, accelerator, needs_cuda, on_cpu, sized
+from tests.gpu.card import ROOT, accelerator, needs_cuda, needs_package, on_cpu, sized
 from tests.gpu.models import Language, batches, small, tokens
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import trainer
@@ -22,7 +22,7 @@ QUICK = ["--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0", "-
 
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("jsonargparse")
+    needs_package("jsonargparse", "docstring_parser", "typeshed_client")  # of jsonargparse[signatures]
     from lightning_memkit.cli import main
 
     monkeypatch.chdir(tmp_path)

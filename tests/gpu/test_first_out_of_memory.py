@@ -11,7 +11,7 @@ from lightning_memkit.loss import backends
 from lightning_memkit.loss.chunks import HeadTerms
 from lightning_memkit.optim.fused import gpu
 from lightning_memkit.optim.fused import step as front_door
-from tests.gpu.card import needs_cuda
+from tests.gpu.card import needs_cuda, needs_package
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def exhausted(device: torch.device) -> list[torch.Tensor]:
 
 def test_the_optimizer_s_kernel_is_used_after_all(device: torch.device) -> None:
     needs_cuda("the kernels are Triton's")
-    pytest.importorskip("triton")
+    needs_package("triton")
     torch.cuda.set_per_process_memory_fraction(1e-9, device)
     taken = exhausted(device)
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit import MemoryBudget, OnDeviceStrategy
-from tests.gpu.card import accelerator, needs_cuda, on_cpu
+from tests.gpu.card import accelerator, needs_cuda, needs_package, on_cpu
 from tests.gpu.models import Decoder, Language, batches
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import trainer
@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture
 def bnb() -> Any:
     """Asked for here: a module that is skipped as a whole would be a line of its own where there is no card."""
-    return pytest.importorskip("bitsandbytes")
+    return needs_package("bitsandbytes")
 
 
 class Paged(Language):
