@@ -19,7 +19,8 @@ def cublas_bytes(device: torch.device) -> int:
     """What training keeps on a CUDA device for matrix products, within torch's allocator; 0 elsewhere.
 
     ``CUBLAS_WORKSPACE_CONFIG`` is read as torch does: `:4096:2:16:8` means two buffers of 4,096 KiB and eight
-    of 16.
+    of 16. It counts one stream: whoever runs products on a second one takes a workspace more there, for each
+    thread that does. The streams that memkit makes only copy.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0

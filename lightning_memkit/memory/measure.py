@@ -142,13 +142,14 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
 
     Raises:
         ValueError: the budget can't be parsed, is outside its range, exceeds what the device and its other
-            users leave, or is no more than cuBLAS's workspaces (`cublas_bytes`).
+            users leave, or is no more than cuBLAS's workspaces (`cublas_bytes`), also where it is `"auto"`.
     """
     have, fixed = capacity(device), fixed_bytes(device)
-    if (
-        budget == "auto"
-    ):  # the driver's free bytes leave out what this process holds, which is within the budget
-        return have.free_bytes + reserved_bytes(device)
+    if budget == "auto":
+        # The driver's free bytes leave out what this process holds, which is within the budget.
+        free = have.free_bytes + reserved_bytes(device)
+        _check_room(free, budget, device)
+        return free
     beside = ""
     if fixed:
         beside = f", of which {format_bytes(fixed)} are other processes' and this one's context"
@@ -175,11 +176,12 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
 
 def _check_room(size: int, budget: int | float | str, device: torch.device) -> None:
     library = cublas_bytes(device)
-    if size <= library:
+    if library and size <= library:
+        remedy = "End other processes there" if budget == "auto" else "Write a larger budget"
         raise ValueError(
             f"budget={budget!r} ({format_bytes(size)}) leaves nothing for tensors on {device}: within it cuBLAS keeps "
             f"{format_bytes(library)} for matrix products, a workspace for the forward and one for the backward. "
-            "Write a larger budget, or set CUBLAS_WORKSPACE_CONFIG=:16:8 (256 KiB for both; slower on large products)."
+            f"{remedy}, or set CUBLAS_WORKSPACE_CONFIG=:16:8 (256 KiB for both; slower on large products)."
         )
 
 

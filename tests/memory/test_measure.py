@@ -127,6 +127,25 @@ def test_a_budget_that_cublas_alone_takes_is_refused(
         measure.budget_bytes(needed, device)
 
 
+def test_auto_is_refused_where_other_processes_leave_no_more_than_cublas_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = SharedCard()
+    card.reserved = 24 * MIB  # this process's own, which count as room
+    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    device = torch.device("cuda")
+    card.free = 40 * MIB + 2**20
+    assert measure.budget_bytes("auto", device) == 65 * MIB
+    card.free = 40 * MIB
+    with pytest.raises(
+        ValueError, match=r"budget='auto' \(64.00 MiB\) leaves nothing .*cuBLAS keeps 64.00 MiB.*End other"
+    ):
+        measure.budget_bytes("auto", device)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the remedy
+    assert measure.budget_bytes("auto", device) == 64 * MIB
+
+
 def test_cublas_takes_nothing_of_what_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cublas_bytes(CPU) == 0
     monkeypatch.setattr("torch.version.hip", "7.0")
