@@ -43,7 +43,7 @@ def rows_of_budgets(options: Options) -> list[GpuRow]:
     return [
         GpuRow(
             what=f"{model.name}, against the grid of micro-batches",
-            needs_seconds=25,
+            needs_seconds=45,
             run=partial(throughput, model, options),
             limits=size.limits({f"throughput_fraction_{model.name}": at_least(FRACTION)}),
         )

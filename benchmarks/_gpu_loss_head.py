@@ -33,21 +33,23 @@ def rows_of_losses(options: Options) -> list[GpuRow]:
         rows += [
             GpuRow(
                 what=f"{case.name}, memkit",
-                needs_seconds=6,
+                needs_seconds=size.needs(6),
                 run=partial(of_loss, "memkit", ours, case, options),
                 limits=size.limits({f"memkit_peak_fraction_{words}": at_most(PEAK_FRACTION)}),
             ),
             GpuRow(
                 what=f"{case.name}, errors over plain's",
-                needs_seconds=5,
+                needs_seconds=size.needs(5),
                 run=partial(of_errors, case, options),
                 limits=size.limits({f"error_over_plain_{words}": at_most(ERROR_OVER_PLAIN)}),
             ),
         ]
-    rows.append(GpuRow(what="plain against itself", needs_seconds=5, run=partial(itself, cases[0], options)))
+    run = partial(itself, cases[0], options)
+    rows.append(GpuRow(what="plain against itself", needs_seconds=size.needs(5), run=run))
     for name, loss in peers():
         what, run = f"{cases[-1].name}, {name}", partial(of_loss, name, loss, cases[-1], options)
-        rows.append(GpuRow(what=what, needs_seconds=6, run=run))
+        seconds = size.needs(14 if name == "liger" else 6)  # its kernels are compiled first
+        rows.append(GpuRow(what=what, needs_seconds=seconds, run=run))
     return rows
 
 

@@ -51,7 +51,7 @@ def rows_of_steps(options: Options) -> list[GpuRow]:
     for name, (label, dtype, moved_bytes, build) in _candidates().items():
         limits = size.limits({f"gpu_ratio_{name}": at_most(1.0)} if name in ("kahan", "split") else {})
         run = partial(bandwidth, name, dtype, moved_bytes, build, options)
-        rows.append(GpuRow(what=label, needs_seconds=4, run=run, limits=limits))
+        rows.append(GpuRow(what=label, needs_seconds=size.needs(4), run=run, limits=limits))
     return rows
 
 

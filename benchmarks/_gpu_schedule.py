@@ -9,7 +9,7 @@ from benchmarks._gpu_supervisor import Job
 from benchmarks.harness import Options
 
 # The most valuable first: claims that only a card can show and that take seconds a row, then what takes minutes, then
-# what is known best from the CPU. By the rows' needs nine minutes are enough up to the Llamas of 1 billion.
+# what is known best from the CPU. At full size nine minutes are enough for a part: scripts/first_card.sh has three.
 ORDER = (
     "optimizer_step",
     "loss_head",

@@ -116,6 +116,10 @@ class GpuSize:
         """The same limits, or none where figures mean nothing."""
         return {} if self.is_tiny else limits
 
+    def needs(self, seconds: float) -> float:
+        """What a timed row needs here that needs so many seconds at full size: pairs are most of it."""
+        return seconds * (0.4 + 0.2 * self.seconds)
+
     def ratio(self, ours: Step, peer: Step, options: Options) -> Ratio:
         """Time `ours` against `peer`, in as many pairs as this size has time for."""
         return paired_ratio_within(ours, peer, seconds=self.seconds, seed=options.seed)

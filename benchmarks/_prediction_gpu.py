@@ -97,7 +97,7 @@ def rows_of_predictions(options: Options) -> list[GpuRow]:
     for case in _cases(size):
         slug = _slug(f"{case.shape} {case.precision} {case.policy} {case.micro_batch}")
         run = partial(large, case, f"llama_{slug}", options)
-        needs = 30 if not rows or case.shape == "8b" else 10  # the first waits for processes that predict
+        needs = 40 if not rows or case.shape == "8b" else 16  # the first waits for processes that predict
         rows.append(
             GpuRow(what=case.name, needs_seconds=needs, run=run, limits=_limits(size, f"llama_{slug}"))
         )

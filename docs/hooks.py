@@ -16,7 +16,9 @@ STAGES = {
     "correctness": "the tests marked `gpu`: recovery, caps, offloads, kernels, policies, contamination",
     "sanitizer": "compute-sanitizer finds no wrong access in the Triton kernels",
     "quick": "`python -m benchmarks.gpu --quick`",
-    "full": "`python -m benchmarks.gpu`",
+    "full-1": "`python -m benchmarks.gpu`: steps, losses, activations, offload, attention",
+    "full-2": "`python -m benchmarks.gpu`: predictions and budgets",
+    "full-3": "`python -m benchmarks.gpu`: training end to end",
     "suite-visible": "the CPU's test suite beside a visible card",
     "suite-hidden": "the CPU's test suite on that machine, the card hidden",
 }
