@@ -43,14 +43,14 @@ def checkpoint_modules(
 ) -> Checkpointed:
     """Save less of a module's forward and recompute it in backward; costs up to one more forward of its blocks.
 
-    Loss and gradients stay bitwise the same: recomputation uses the first forward's random numbers, autocast
-    and default dtype, and buffers that a forward writes (BatchNorm statistics) are written once. Under
-    `compile:x` loss and gradients are those of the compiled blocks. Of generators other than torch's own,
-    `full` and `every:k` restore those that a block holds or is given. Forwards are replaced in place:
-    parameter names, state dict and classes don't change, and keyword arguments pass through. In `eval()` and
-    under `no_grad()` nothing changes. Blocks that route tokens to experts do so once. With `full`, `every:k`
-    and `compile:x` an empty KV cache is not filled in training; with the first two a block that gets a filled
-    one runs without checkpointing.
+    Loss and gradients stay bitwise the same, on CUDA under deterministic algorithms: recomputation uses the
+    first forward's random numbers, autocast and default dtype, and buffers that a forward writes (BatchNorm
+    statistics) are written once. Under `compile:x` loss and gradients are those of the compiled blocks. Of
+    generators other than torch's own, `full` and `every:k` restore those that a block holds or is given.
+    Forwards are replaced in place: parameter names, state dict and classes don't change, and keyword
+    arguments pass through. In `eval()` and under `no_grad()` nothing changes. Blocks that route tokens to
+    experts do so once. With `full`, `every:k` and `compile:x` an empty KV cache is not filled in training;
+    with the first two a block that gets a filled one runs without checkpointing.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.

@@ -41,10 +41,10 @@ def offload_activations(
 
     The tensors that a block saves for backward are copied to pinned host memory on a separate stream while
     the next block runs, and copied back during the backward of the next block. Loss and gradients stay
-    bitwise the same. Parameters and buffers never move, nor do their views, transposes and casts; a storage
-    moves once, whatever the number of its saved views. Tensors saved outside of blocks (embeddings, head,
-    loss) stay on the device. Blocks that are checkpointed, before or after this call, keep their inputs in
-    host memory.
+    bitwise the same (on CUDA under deterministic algorithms). Parameters and buffers never move, nor do their
+    views, transposes and casts; a storage moves once, whatever the number of its saved views. Tensors saved
+    outside of blocks (embeddings, head, loss) stay on the device. Blocks that are checkpointed, before or
+    after this call, keep their inputs in host memory.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.

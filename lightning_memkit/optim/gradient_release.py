@@ -257,7 +257,8 @@ def release_gradients(optimizer: Optimizer, *, bundle_bytes: int = BUNDLE_BYTES)
 
     ``loss.backward()`` then changes the weights, and ``optimizer.step()`` only ends the step: one backward
     per step. Learning rates must be set before the backward, as a scheduler called after the step does.
-    Weights and states are bitwise those of the same optimizer without release.
+    Weights and states are bitwise those of the same optimizer without release (on CUDA under deterministic
+    algorithms).
 
     Args:
         optimizer: any optimizer that steps each parameter by itself; call `compensate` first if you need it.

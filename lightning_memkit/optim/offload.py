@@ -2,7 +2,8 @@
 
 The optimizer stays the user's. A step copies the states of one bucket of parameters after the other to the
 device, lets the optimizer step the bucket, and copies the states back. Weights and states are bitwise those
-of the same optimizer without offload. The price is the copies: each state crosses twice a step.
+of the same optimizer without offload, from the same gradients. The price is the copies: each state crosses
+twice a step.
 """
 
 import warnings

@@ -211,3 +211,13 @@ def test_pages_name_options_that_exist() -> None:
                 given = re.findall(r"(?:^|[(,] *)(\w+)=", options)
                 wrong += [f"{page.name}: {name}({option}=)" for option in given if option not in known]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "techniques"], ids=lambda page: page.stem
+)
+def test_a_page_that_says_bitwise_leads_to_the_modes_in_which_that_holds(page: Path) -> None:
+    """On a GPU two runs of the plain program may differ. Batches are the host's alone."""
+    said = re.search(r"bitwise|bit\s+for\s+bit", page.read_text(encoding="utf-8"))
+    if said is not None and page.stem not in ("determinism", "packing"):
+        assert "(determinism.md" in page.read_text(encoding="utf-8")

@@ -17,10 +17,10 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 class ActivationCheckpointing(LeavesRunBehind, Callback):
     """Saves fewer activations while fitting; costs up to one more forward of the model's blocks.
 
-    Loss and gradients stay bitwise the same (under `compile:x` they are those of the compiled blocks). Blocks
-    are found automatically in transformers models and in any model that repeats a module within a
-    `ModuleList` or `Sequential`. Models built late, in `configure_model`, are covered too. The original
-    forwards are restored when fitting ends.
+    Loss and gradients stay bitwise the same (on CUDA with `Trainer(deterministic=True)`; under `compile:x`
+    they are those of the compiled blocks). Blocks are found automatically in transformers models and in any
+    model that repeats a module within a `ModuleList` or `Sequential`. Models built late, in
+    `configure_model`, are covered too. The original forwards are restored when fitting ends.
 
     Args:
         policy: `full` checkpoints every block, `every:k` (such as `every:2`) the blocks 0, k, 2k, ....

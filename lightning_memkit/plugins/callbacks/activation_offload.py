@@ -24,11 +24,11 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 class ActivationOffload(LeavesRunBehind, Callback):
     """Keeps the activations of all but about two blocks in host memory while fitting; each crosses twice a step.
 
-    Loss and gradients stay bitwise the same. Copies overlap with computation: a block's activations are
-    copied to the host while the next block runs, and back while the next block's backward runs. Together with
-    ActivationCheckpointing, the saved inputs of its blocks are offloaded. Blocks are found as
-    ActivationCheckpointing finds them; models built late, in `configure_model`, are covered too. Everything
-    is restored when fitting ends.
+    Loss and gradients stay bitwise the same (on CUDA with `Trainer(deterministic=True)`). Copies overlap with
+    computation: a block's activations are copied to the host while the next block runs, and back while the
+    next block's backward runs. Together with ActivationCheckpointing, the saved inputs of its blocks are
+    offloaded. Blocks are found as ActivationCheckpointing finds them; models built late, in
+    `configure_model`, are covered too. Everything is restored when fitting ends.
 
     Args:
         min_bytes: Saved tensors with a smaller storage stay on the device; a size ("1MiB") or a count of

@@ -32,10 +32,10 @@ class GradientRelease(LeavesRunBehind, Callback):
     """Steps each parameter within backward, so gradients never coexist; exact, except with `"previous"`.
 
     Saves the gradients: 4 bytes a parameter in float32, 2 in bfloat16. Weights, states, schedulers and
-    checkpoints are bitwise those of a run without it, with any optimizer, including under
-    `PureBF16Precision`. It needs exactly one backward a step: accumulation, DDP, OOM retries, a GradScaler,
-    manual optimization and several optimizers are refused at setup. An error within backward leaves part of
-    the weights stepped; a warning says so.
+    checkpoints are bitwise those of a run without it, with any optimizer, including under `PureBF16Precision`
+    (on CUDA with `Trainer(deterministic=True)`). It needs exactly one backward a step: accumulation, DDP, OOM
+    retries, a GradScaler, manual optimization and several optimizers are refused at setup. An error within
+    backward leaves part of the weights stepped; a warning says so.
 
     Args:
         clipping: how `Trainer(gradient_clip_val=...)` clips by norm, which needs all gradients before the

@@ -22,10 +22,11 @@ class OptimizerOffload(LeavesRunBehind, Callback):
     """Optimizer states in host memory: 0 bytes a parameter on the device but for a few buckets during a step.
 
     This frees 8 bytes a parameter for AdamW in float32, and 6 under PureBF16Precision with compact states.
-    Weights are bitwise those of the same run without it. The price: every state is copied to the device and
-    back in each step. It works with the optimizers of `configure_optimizers`; clipping, schedulers, manual
-    optimization, checkpoints and resume are unchanged, and resuming takes no device memory for states.
-    Checkpoints are interchangeable with those of a run without it.
+    Weights are bitwise those of the same run without it (on CUDA with `Trainer(deterministic=True)`). The
+    price: every state is copied to the device and back in each step. It works with the optimizers of
+    `configure_optimizers`; clipping, schedulers, manual optimization, checkpoints and resume are unchanged,
+    and resuming takes no device memory for states. Checkpoints are interchangeable with those of a run
+    without it.
 
     Args:
         bucket_bytes: Bytes of states that are copied together, as a size ("64MiB") or a count of bytes; three
