@@ -13,8 +13,8 @@ _MIB = 1 << 20
 class Device:
     """A device: its memory, its speed, and what it takes before the first tensor.
 
-    Rates are the data sheets' dense peaks. The size of a context is a typical value, known only to the driver
-    and not yet verified on a GPU.
+    Rates are the data sheets' dense peaks. The size of a context is known only to the driver: it was measured
+    on an H200, and is a typical value elsewhere.
 
     Attributes:
         name: A key of `DEVICES`, or a name of one's own.
@@ -69,12 +69,12 @@ class Device:
 # Memory: as nvidia-smi reports it. Workspaces of the matrix library: torch's default (`memory/cublas.py`).
 # Links: NVLink, else PCIe. Networks: 400 Gbit/s for each device of a cluster, else 100 Gbit/s.
 _HOPPER: dict[str, Any] = {
-    "context_bytes": 620 * _MIB,  # measured on an H200 with torch 2.11 and CUDA 13
+    "context_bytes": 620 * _MIB,  # an H200 with torch 2.11 and CUDA 13 took 619
     "flops_16": 989e12,
     "flops_32": 67e12,
     "library_bytes": WORKSPACE_BYTES_HOPPER,
     "prefers_cudnn": True,
-    "host_bytes_per_second": 50e9,
+    "host_bytes_per_second": 50e9,  # an H200 copied 53e9 each way
     "link_bytes_per_second": 450e9,
     "network_bytes_per_second": 50e9,
 }
