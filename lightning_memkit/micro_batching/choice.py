@@ -138,7 +138,7 @@ class PartsChoice:
             self.known.look(step, total)
         self._settle(step)
         if options.micro_batch_size != "auto" and not self._runs_whole:
-            self._check(splits=options.micro_batch_size < total)
+            self._check(step, splits=options.micro_batch_size < total)
         sizing = self._sized(step, self.known.foreseen)
         is_open = bool(self._resumed.get("open_sizes"))
         if sizing.chunk_tokens is None and (is_open or self._resumed.get("by_tokens", True)):
@@ -152,7 +152,7 @@ class PartsChoice:
         sizing = self._size(step, foreseen)
         self._sized_for = int(largest_of_ranks(step.run, [total])[0])
         partition.resize(sizing.micro_batch_size)
-        self._check(splits=sizing.micro_batch_size < total)
+        self._check(step, splits=sizing.micro_batch_size < total)
         return sizing
 
     def before_later(self, step: Step) -> None:
@@ -174,7 +174,7 @@ class PartsChoice:
         if (grown and (self._options.has_open_size or self._runs_whole)) or found:
             self.sizing = self._sized(step, None)
         else:
-            self._check(splits=partition.micro_batch_size < total and not partition.held)
+            self._check(step, splits=partition.micro_batch_size < total and not partition.held)
 
     def reconsider(self, step: Step, error: errors.ForeseenWronglyError, *, last: bool) -> None:
         """Draw the consequence of a batch whose loss was not the one that was proven, before the batch runs again.
@@ -277,7 +277,7 @@ class PartsChoice:
         """Why the loss can't be split, and the remedy; empty where it can be, or nothing is known."""
         return verdicts.why_whole(self.weighing, by_itself=self._options.wants_proof)
 
-    def _check(self, *, splits: bool) -> None:
+    def _check(self, step: Step, *, splits: bool) -> None:
         """Refuse to split on a guess; warn where the user insists, and say that batches run whole."""
         text, options = self._mismatch, self._options
         if not text:
@@ -287,7 +287,7 @@ class PartsChoice:
                 self._warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}")
             return
         if splits and not (self.tuning is not None and self.tuning.keep_whole()):
-            raise BudgetError(text)
+            raise BudgetError(text) from self._whole.failure_in_parts(step, self.weighing.verdict)
         self._runner.partition.stop_splitting(text)
         if self._runs_whole:
             self._runner.partition.resize(WHOLE)

@@ -1,5 +1,6 @@
 """Steps that don't run on one row (batch normalization), under MemoryBudget."""
 
+import traceback
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.micro_batching.splitting import even_sizes
 from tests.plugins.toys import trained, weights
 
@@ -83,11 +85,31 @@ def test_batch_normalization_over_features_runs_whole_where_it_fits(size: Any) -
         assert torch.equal(whole.state_dict()[name], value), name
 
 
-def test_a_users_own_error_of_the_whole_batch_comes_out_as_it_is() -> None:
+@pytest.mark.parametrize("size", ["auto", 1, 3])
+def test_a_users_own_error_of_the_whole_batch_comes_out_as_it_is(size: Any) -> None:
+    """With a size of the user's it was said to be one of micro-batches."""
+
     class Broken(Normalized):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             return [super().training_step(batch, batch_idx)][1]
 
     with pytest.raises(IndexError) as caught:
-        trained(MemoryBudget("1GiB"), data=loader(), module=Broken)
+        trained(MemoryBudget("1GiB", micro_batch_size=size), data=loader(), module=Broken)
     assert any(frame.name == "training_step" for frame in caught.traceback)
+
+
+def test_an_error_of_micro_batches_alone_shows_where_it_was_raised() -> None:
+    class NeedsMany(Demanding):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            loss = (self.net(batch[0]) - batch[1]).square().mean()
+            return [loss][0 if len(batch[0]) > 5 else 1]
+
+    with pytest.raises(
+        BudgetError, match=r"fails on a micro-batch \(IndexError: list index out of range\)"
+    ) as caught:
+        trained(MemoryBudget("1GiB", micro_batch_size=3, within="step"), data=loader(), module=NeedsMany)
+    cause = caught.value.__cause__
+    assert isinstance(cause, IndexError)
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    assert any(frame.f_code.co_name == "training_step" for frame in frames)
+    assert not any(isinstance(value, Tensor) for frame in frames for value in frame.f_locals.values())

@@ -24,12 +24,14 @@ class Verdict:
         relative_error: the distance of the two gradients over the norm of the latter.
         cause: the likely reason of a mismatch; empty if they add up.
         remedy: what to write instead; empty if they add up.
+        failure: what the step raised on a micro-batch; its frames hold no tensors.
     """
 
     adds_up: bool
     relative_error: float
     cause: str = ""
     remedy: str = ""
+    failure: Exception | None = None
 
     @property
     def may_be_rounding(self) -> bool:

@@ -1,7 +1,9 @@
 """The texts for batches that may not be split: the cause, and the remedy."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import isfinite
+from traceback import clear_frames
 from typing import Protocol
 
 from torch import Tensor
@@ -49,10 +51,12 @@ def scaled_by(shown: str) -> Verdict:
 
 def fails_on_parts(cause: Exception) -> Verdict:
     """The step fails on a micro-batch; the whole batch may run, if it needs a certain number of samples."""
-    return _refused(
+    clear_frames(cause.__traceback__)
+    verdict = _refused(
         f"training_step fails on a micro-batch ({type(cause).__name__}: {cause})",
         f"{_WHOLE}, or pass split=",
     )
+    return replace(verdict, failure=cause)
 
 
 def shown_by(error: ForeseenWronglyError) -> Verdict | None:

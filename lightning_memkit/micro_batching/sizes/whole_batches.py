@@ -8,6 +8,7 @@ from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
+from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.verdicts import without_remedy
 from lightning_memkit.micro_batching.run import Step
@@ -111,6 +112,17 @@ class WholeBatches:
         if self._options.within == "step":
             return ""
         return self._runner.chunks.fails or " No module in it treats its rows independently."
+
+    def failure_in_parts(self, step: Step, verdict: Verdict | None) -> Exception | None:
+        """What the step raised on a micro-batch, if that is why batches can't be split.
+
+        Raises:
+            Exception: the user's own, where the step fails on the whole batch, too.
+        """
+        if verdict is None or verdict.failure is None:
+            return None
+        self._trials.peak_of(step, step.batch, [], self._options.usable_bytes)
+        return verdict.failure
 
     def rescue(self, step: Step) -> bool:
         """After a whole batch ran out of memory: run modules in chunks of half its rows; False if there are none."""
