@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.micro_batching.changes import kept_tensor
+from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 
 
@@ -279,3 +283,35 @@ def test_a_sharded_module_s_shards_are_kept_while_gathered_weights_are_in_their_
         assert torch.equal(shard.to_local(), before)
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_a_comparison_allocates_nothing_of_the_tensors_size(is_nan: bool) -> None:
+    """A trial on a full device compares what it changed before it puts it back."""
+    values = torch.randn(1000)
+    values[3] = float("nan") if is_nan else 0.0
+    same, other = values.clone(), values.clone()
+    other[7] += 1
+    with ByteMeter() as meter:
+        assert alike(values, same)
+        if not is_nan:
+            assert not alike(values, other)
+    assert meter.peak_bytes <= 64
+    assert not alike(values, other)
+
+
+def test_what_there_is_no_memory_to_compare_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = nn.Linear(2, 2)
+    module.kept = torch.zeros(3)
+    rollback = Rollback(module)
+    with rollback.watching():
+        module.kept += 1
+
+    def full(a: Any, b: Any) -> bool:
+        raise torch.OutOfMemoryError("the device is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_tensor, "alike", full)
+        assert rollback.changed() == {("", "kept")}
+    rollback.restore()
+    assert torch.equal(module.kept, torch.zeros(3))

@@ -1,6 +1,6 @@
 """Parts of padded batches by tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.token_parts import (
     Extent,
+    cuts_padding_alone,
     extent_of,
     parts_by_tokens,
     take_part,
@@ -96,3 +97,27 @@ def test_outputs_are_as_wide_as_the_batch() -> None:
 )
 def test_without_a_mask_of_two_dimensions_nothing_is_known(batch: Any) -> None:
     assert extent_of(batch) is None
+
+
+def test_only_constants_and_positions_count_as_padding() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
+    extent = extent_of({"attention_mask": mask})
+    assert extent is not None
+    places = parts_by_tokens(extent, 6)
+    places = [replace(place, stop=2) if place.rows == (1,) else place for place in places]
+    ids = torch.arange(1, 13).view(2, 6)
+    wide = frozenset({"['ids']"})
+    for columns, is_padding in (
+        (torch.full((4,), 7), True),
+        (torch.arange(2, 6), True),
+        (torch.tensor([7, 7, 7, 8]), False),
+        (torch.tensor([2, 3, 4, 6]), False),
+    ):
+        ids[1, 2:] = columns
+        for made in (ids, ids.int()):
+            assert cuts_padding_alone({"attention_mask": mask, "ids": made}, places, wide) is is_padding
+    features = torch.randn(2, 6, 3)
+    features[1, 2:] = 0
+    assert cuts_padding_alone({"attention_mask": mask, "ids": features}, places, wide)
+    features[1, 5, 2] = 1
+    assert not cuts_padding_alone({"attention_mask": mask, "ids": features}, places, wide)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
@@ -162,3 +163,35 @@ def test_a_resumed_run_forms_the_same_parts(at: int | None, tmp_path: Path) -> N
     again.fit(module, data, ckpt_path=tmp_path / "at_5.ckpt")
     assert through.shapes[-len(after.shapes) :] == after.shapes != []
     assert torch.equal(weights(whole), weights(module))
+
+
+class BesideNeighbors(TokenTagger):
+    """Adds the mean of each row's neighbors, of which there happen to be as many as the batch has tokens."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        LATEST.append(tuple(batch["x"].shape))
+        named = batch["neighbors"] > 0
+        means = (self.embedding(batch["neighbors"]) * named[..., None]).sum(1) / named.sum(1, keepdim=True)
+        logits = self.head(self.mix(self.embedding(batch["x"]) + means[:, None])[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def with_neighbors(late: int) -> DataLoader:
+    """As many neighbors as tokens at first, with zeros behind them, and in later batches as many as there is room."""
+    batches = list(uneven())
+    generator = torch.Generator().manual_seed(2)
+    for index, batch in enumerate(batches):
+        neighbors = torch.randint(1, 8, batch["x"].shape, generator=generator)
+        batch["neighbors"] = neighbors * batch["attention_mask"] if index < late else neighbors
+    return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_as_wide_as_the_tokens_by_chance_is_never_cut_where_it_holds_something() -> None:
+    """In ten batches its cut columns were zeros; later ones lost neighbors without a word."""
+    options: dict[str, Any] = {"module": BesideNeighbors, "dtype": torch.float64, "max_steps": 10}
+    whole, _ = trained(data=with_neighbors(6), **options)
+    ran = Parts()
+    parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=2), ran, data=with_neighbors(6), **options)
+    assert torch.allclose(weights(whole), weights(parts), rtol=0, atol=1e-12)
+    assert any(columns < 48 for _, columns in ran.shapes)
+    assert set(ran.shapes[-4:]) == {(2, 48)}

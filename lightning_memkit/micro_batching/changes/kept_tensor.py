@@ -196,7 +196,8 @@ class KeptTensor:
         """A change if it differs; of some kinds any write: an average may start as a copy, and moments as zeros."""
         if self.copy is None and not self.was_copied and self.version is not None and self.is_still:
             return
-        if self.differs or (self.place.kind in ("parameter", "buffer", "optimizer_state") and self.was_set):
+        by_writes = self.place.kind in ("parameter", "buffer", "optimizer_state")
+        if (by_writes and self.was_set) or self.differs:
             yield self.place.change()
         if self.was_frozen:
             yield self.place.change(_FLAG)

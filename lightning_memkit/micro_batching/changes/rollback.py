@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.changes.composition import Left, left_behind
 from lightning_memkit.micro_batching.changes.copy_on_write import CopyOnWrite
 from lightning_memkit.micro_batching.changes.kept_access import KeptCache
@@ -127,12 +128,13 @@ class Rollback(StateWalk):
     def changed(self) -> Keys:
         """The tensors, arrays, bytes and long containers whose values have changed since.
 
-        Parameters and buffers count as changed also if they were written to or replaced with equal values.
+        Parameters and buffers count as changed also if they were written to or replaced with equal values, and tensors
+        for whose comparison there is no memory.
         """
         self._collect()
         # A trial asks within its modes, which make an operator five times as dear.
         with _disable_current_modes():
-            tensors = {one.place.key for one in self._tensors if any(one.changes())}
+            tensors = {one.place.key for one in self._tensors if _has_changed(one)}
             arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes)))
             others = {one.place.key for one in (*arrays, *self._long) if any(one.changes())}
         return frozenset(tensors) | others | self._lost_before
@@ -239,3 +241,12 @@ class Rollback(StateWalk):
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def _has_changed(one: KeptTensor) -> bool:
+    try:
+        return any(one.changes())
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            return True
+        raise

@@ -106,8 +106,10 @@ class EvaluationTrials:
             ):
                 yield rollback
         finally:
-            self.changing = (self.changing or frozenset()) | rollback.changed()
-            rollback.restore()
+            try:
+                self.changing = (self.changing or frozenset()) | rollback.changed()
+            finally:  # also where memory runs out in comparing
+                rollback.restore()
 
     def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:
         """A meter that counts what else is on the device, such as gradients, optimizer and metric states."""

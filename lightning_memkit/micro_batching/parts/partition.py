@@ -17,6 +17,7 @@ from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
 from lightning_memkit.micro_batching.parts.cut import Cut, Splitter
 from lightning_memkit.micro_batching.parts.token_parts import (
+    cuts_padding_alone,
     extent_of,
     parts_by_tokens,
     take_part,
@@ -246,6 +247,8 @@ class Partition:
         rows = batch_size(batch)
         saves = sum(place.tokens for place in places) < _LESS_PADDING * rows * extent.columns
         if not saves and len(places) >= -(-rows // self.micro_batch_size):
+            return None
+        if not cuts_padding_alone(batch, places, self.wide):
             return None
         parts = [take_part(batch, place, self.wide) for place in places]
         return Cut(

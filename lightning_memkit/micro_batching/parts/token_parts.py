@@ -7,10 +7,11 @@ only the grouping changes.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.splitting import named_tensors, picked_rows, rebuilt
@@ -111,6 +112,39 @@ def wide_tensors(batch: Any) -> frozenset[str]:
         for name, tensor in named_tensors(batch, "")
         if tensor.ndim > 1 and tensor.shape[1] == extent.columns
     )
+
+
+def cuts_padding_alone(batch: Any, places: Sequence[TokenPart], wide: frozenset[str]) -> bool:
+    """Whether the columns that these parts leave out hold the same value everywhere, in each tensor named in `wide`.
+
+    Or numbers that count columns, as positions do. A tensor that happens to be as wide as the batch's tokens, such as
+    rows of neighbors, holds something else there. Waits for the device once.
+    """
+    tensors = [tensor for name, tensor in named_tensors(batch, "") if name in wide]
+    if not tensors:
+        return True
+    rows, columns = tensors[0].shape[:2]
+    stays = torch.zeros(rows, columns, dtype=torch.bool)
+    for place in places:
+        stays[list(place.rows), place.start : place.stop] = True
+    left_out = (~stays).nonzero()
+    if not len(left_out):
+        return True
+    (row, column), told = left_out[0].tolist(), []
+    for tensor in tensors:
+        own = stays.to(tensor.device).view(rows, columns, *[1] * (tensor.ndim - 2))
+        value = tensor[row, column]
+        steps = (
+            torch.arange(columns, device=tensor.device).view(1, columns, *[1] * (tensor.ndim - 2)) - column
+        )
+        is_constant = ((tensor == value) | own).all()
+        counts = (
+            ((tensor - value == steps) | own).all()
+            if tensor.dtype in (torch.int64, torch.int32)
+            else is_constant
+        )
+        told.append(is_constant | counts)
+    return bool(torch.stack(told).all())
 
 
 def take_part(batch: Any, part: TokenPart, wide: frozenset[str]) -> Any:

@@ -108,8 +108,10 @@ class SetOnce:
         return {change.name for change in alike}
 
     def _restore(self, rollback: Rollback) -> None:
-        self._trials.changing |= rollback.changed()
-        lost = rollback.restore()
+        try:
+            self._trials.changing |= rollback.changed()
+        finally:
+            lost = rollback.restore()
         warn_of_lost(lost)
 
 

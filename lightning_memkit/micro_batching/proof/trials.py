@@ -111,8 +111,10 @@ class Trials:
                     yield logged
                     run_hooks()  # what they change is known from then on
             finally:
-                self.changing |= rollback.changed()
-                lost = rollback.restore()
+                try:
+                    self.changing |= rollback.changed()
+                finally:  # also where memory runs out in comparing
+                    lost = rollback.restore()
                 del self._rollback  # it refers to the optimizer's states, which the next step may exchange
         warn_of_lost(lost)
 
