@@ -1,7 +1,7 @@
 """Compare the state that micro-batches, run in sequence, leave in a module with the whole batch's."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.changes.alike import alike
-from lightning_memkit.micro_batching.changes.kept_state import Kept
+from lightning_memkit.micro_batching.changes.kept_state import Kept, KeptDict, KeptItems
+from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -17,22 +18,52 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torc
 Left = dict[StepChange, list[tuple[int, Any, Any]]]
 
 
-def left_behind(entries: Sequence[Kept]) -> Left:
+def left_behind(entries: Sequence[Kept | KeptTensor]) -> Left:
     """For each change of a step, the values before and after it, the latter as copies.
 
-    For a list that only grew, the value after is the items that it gained. Of a metric only its states count,
-    not its number of updates or cached results.
+    For a list that only grew, the value after is the items that it gained. Of a metric its states count, and what is
+    not private, but not its number of updates or cached results.
     """
     left: Left = {}
+    metrics = {one.place.path: one for one in entries if isinstance(one, KeptDict) and one.is_metric}
+    kept = {one.place.key: one for one in entries if isinstance(one, (KeptTensor, KeptItems))}
     for entry in entries:
+        metric = metrics.get(entry.place.path) if entry.place.kind == "metric" else None
         for change in entry.changes():
             values = left.setdefault(change, [])
+            if metric is not None and change.kind == "metric":
+                if all(key != id(metric) for key, *_ in values):
+                    before, now = _states(metric, kept)
+                    values.append((id(metric), before, _copied(now)))
+                is_state = entry is metric or entry.place.name in metric.owner["_defaults"]
+                if is_state:
+                    continue
             if any(key == id(entry) for key, *_ in values):
                 continue  # all states of a metric make one change: take each snapshot once
             if change.kind != "metric" or not entry.place.name.startswith("_"):
                 now = _copied(entry.now(change))
                 values.append((id(entry), entry.before(now), now))
     return left
+
+
+def _states(metric: KeptDict, kept: Mapping[tuple[str, str], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A metric's states that have changed, before and after; of lists, the items that they gained.
+
+    By name: a call may write to a state, and then put a copy in its place.
+    """
+    before, now = dict[str, Any](), dict[str, Any]()
+    for name, value in metric.owner.items():
+        if name.startswith("_") or (name not in metric.owner["_defaults"] and callable(value)):
+            continue
+        of_state = kept.get((metric.place.path, name))
+        if isinstance(of_state, KeptItems) and isinstance(value, list):
+            if len(value) != len(of_state.items):
+                now[name] = value[len(of_state.items) :] if len(value) > len(of_state.items) else list(value)
+        else:
+            was = metric.items.get(name) if of_state is None else of_state.before(value)
+            if not alike(was, value):
+                before[name], now[name] = was, value
+    return before, now
 
 
 def compose(whole: Left, parts: Left) -> frozenset[StepChange]:

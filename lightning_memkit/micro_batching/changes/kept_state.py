@@ -83,6 +83,16 @@ class KeptDict(Kept):
         self._values = list(owner.values()) if passed_over else self.items.values()
 
     @property
+    def owner(self) -> dict[Any, Any]:
+        """The dictionary itself."""
+        return self._owner
+
+    @property
+    def is_metric(self) -> bool:
+        """Whether it holds the attributes of a torchmetrics metric, which has a table of its states."""
+        return self._attributes and self.place.kind == "metric" and "_defaults" in self._owner
+
+    @property
     @override
     def is_still(self) -> bool:
         values = self._owner.values()

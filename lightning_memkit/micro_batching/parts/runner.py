@@ -16,9 +16,9 @@ from lightning_memkit.micro_batching.parts import untold
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
 from lightning_memkit.micro_batching.parts.before_zero_grad import BeforeZeroGrad
-from lightning_memkit.micro_batching.parts.complete_gradients import CompleteGradients
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.parts.module_chunks import ModuleChunks
+from lightning_memkit.micro_batching.parts.once_a_batch import OnceABatch
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import check_skipped
@@ -61,7 +61,7 @@ class PartsRunner:
         self.watch = watch
         self._watched = WatchedParts(run, watch)
         self._hooks = BeforeZeroGrad(run, watch)
-        self._complete = CompleteGradients(run.module, run.world_size)
+        self._once = OnceABatch(run)
         self._compares = False  # the functions of the batch's first loss are still to be compared
         self.whole, self.chunks = WholeComparison(None), ModuleChunks(run)
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
@@ -108,13 +108,14 @@ class PartsRunner:
         parts = len(own)
         # All, as each logs values of its rows; None repeats the first, as ranks need it.
         kept = [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
-        with self._complete.held() if len(kept) > 1 else nullcontext(lambda: None) as run_hooks:
+        with self._once.held(several=len(kept) > 1) as finish:
             self.ranks.attempt(lambda: self._run_parts(batch, attempt, kept), ends_window=step.ends_window)
             self._finish(batch, attempt)
             self.phase = "after backward, in hooks, clipping or the optimizer's step"
+            self._once.begin_part(counts=False)
             if is_first:  # before hooks, which may change weights
                 self.whole.compare(step, attempt, self.partition, self.values)
-            run_hooks()
+            finish()
         if attempt.losses:
             step.after_backward()
 
@@ -158,6 +159,7 @@ class PartsRunner:
         for position, index in enumerate(kept):
             which = f"of micro-batch {position + 1} of {len(kept)}"
             repeated = index is None
+            self._once.begin_part(counts=not repeated)
             if state is not None:
                 state.begin_part()
             weight, index = 0.0 if repeated else batch.weights[index or 0], index or 0
@@ -197,11 +199,10 @@ class PartsRunner:
         self, batch: BatchRun, index: int, weight: float, which: str, *, position: int, of: int
     ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
         """Run one micro-batch; of several, each draws what the batch would draw, and changes what trials have seen."""
-        is_split = of > 1
-        if is_split:
+        if of > 1:
             self.draws.begin_part()
         result = self._run_part(batch, index, weight, which, first=position == 0)
-        if is_split:
+        if of > 1:
             self.draws.end_part()
         self._watched.check(position, of)
         return result
@@ -211,9 +212,8 @@ class PartsRunner:
     ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
         """Transfer, forward and backward; returns the detached loss, what the step returned and logged, the weight."""
         self.phase = f"in forward {which}"
-        step = batch.step
+        step, rests = batch.step, self.partition.combination.rests
         part = self._run.transfer(batch.cut.parts[index])
-        rests = self.partition.combination.rests
         watched = batch.shares is not None and (
             self.partition.unlike
             or (rests is not None and rests.seen)
