@@ -27,6 +27,8 @@ def ampere(monkeypatch):
     """A machine with two GPUs of capability 8.0; nothing is allocated there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
     monkeypatch.setattr(doctor, "capacity", lambda device: Capacity(total_bytes=80 * 2**30, free_bytes=2**30))

@@ -14,6 +14,14 @@ def copies_help(device: torch.device) -> bool:
     return device.type not in _IN_HOST_MEMORY
 
 
+def pinning_helps(device: torch.device) -> bool:
+    """Whether batches for the device belong in page-locked memory: torch has it for the present accelerator only."""
+    if not copies_help(device) or not torch.accelerator.is_available():
+        return False
+    present = torch.accelerator.current_accelerator()
+    return present is not None and present.type == device.type
+
+
 def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A function that yields batches copied to the device during the previous step; costs one more batch there.
 

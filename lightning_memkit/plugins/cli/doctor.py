@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memkit.attention.choice import choose, has_flash_attn
+from lightning_memkit.data.loading.copy_ahead import pinning_helps
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.processors import allowed_processors, quotas
 from lightning_memkit.memory.units import format_bytes
@@ -213,7 +214,7 @@ def _version(package: str) -> str | None:
 
 def _choices(device: FoundDevice) -> list[BackendChoice]:
     where = torch.device(device.device)
-    cuda = where.type == "cuda"
+    cuda, pinned = where.type == "cuda", pinning_helps(where)
     backend = choose(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=where))
     reasons = {
         "loop": "SDPA, document by document; the packed kernels need half precision on CUDA 8.0 or higher",
@@ -231,8 +232,8 @@ def _choices(device: FoundDevice) -> list[BackendChoice]:
         ),
         BackendChoice(
             purpose="pinned batches of PackedDataModule and LoaderTuner",
-            choice="yes" if cuda else "no",
-            reason="copies overlap with computation" if cuda else "there is no copy to a CUDA device",
+            choice="yes" if pinned else "no",
+            reason="copies overlap with computation" if pinned else "no batch is copied to another memory",
         ),
         _step_choice(where.type),
         BackendChoice(

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.data.loading.copy_ahead import copied_ahead, copies_help
+from lightning_memkit.data.loading.copy_ahead import copied_ahead, pinning_helps
 from lightning_memkit.data.loading.host_memory import host_room
 from lightning_memkit.data.loading.load_times import LoadTimes
 from lightning_memkit.data.loading.loader import PackedLoader
@@ -56,7 +55,7 @@ class TrainingLoaders:
             loader = ResumableLoader(loader, rank=trainer.global_rank, ranks=trainer.world_size)
         self._resume(loader)
         if isinstance(loader, ResumableLoader):
-            loader.set_pin_memory(_is_accelerator(trainer.strategy.root_device))
+            loader.set_pin_memory(pinning_helps(trainer.strategy.root_device))
             self.no_workers = why_no_workers(loader.built, loader.multiprocessing_context)
         else:
             self.no_workers = why_no_workers(loader.rows)
@@ -127,7 +126,7 @@ class TrainingLoaders:
     def _on_the_way(self, trainer: Trainer) -> Callable[[Iterator[Any]], Iterator[Any]]:
         """The transformation of the batches between the loader and Lightning."""
         device = trainer.strategy.root_device
-        if not self._copy_ahead or budget_of(trainer) or not _is_accelerator(device):
+        if not self._copy_ahead or budget_of(trainer) or not pinning_helps(device):
             return self._weighed
         hooks = loaders.transfer_hooks(trainer)
         if hooks:
@@ -152,11 +151,3 @@ def _why_left(loader: Any) -> str | None:
     if isinstance(loader, StreamLoader):
         return "a stream is read by one thread, which `batches: {num_workers: 1, prefetch: ...}` of its module sets"
     return why_not_resumable(loader)
-
-
-def _is_accelerator(device: torch.device) -> bool:
-    """Whether it is the accelerator that torch pins host memory for."""
-    if not copies_help(device) or not torch.accelerator.is_available():
-        return False
-    present = torch.accelerator.current_accelerator()
-    return present is not None and present.type == device.type

@@ -14,6 +14,7 @@ from lightning_memkit.data.batching.share_packing import SharePacking, vocabular
 from lightning_memkit.data.batching.stream_batches import Stream
 from lightning_memkit.data.batching.summary import summary_line
 from lightning_memkit.data.loading.batch_options import BatchOptions
+from lightning_memkit.data.loading.copy_ahead import pinning_helps
 from lightning_memkit.data.loading.host_memory import parse_room
 from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
 from lightning_memkit.data.loading.stream_loader import StreamLoader
@@ -291,6 +292,6 @@ class PackedDataModule(pl.LightningDataModule):
             drop_last=drop_last,
             num_workers=batches.num_workers,
             prefetch=batches.prefetch,
-            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
+            pin_memory=trainer is not None and pinning_helps(trainer.strategy.root_device),
             room=batches.room(processes),
         )
