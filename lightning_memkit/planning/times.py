@@ -12,23 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memkit.activations.planned import run_recorded
-from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
 from lightning_memkit.memory.clocks import DeviceClocks, Took, launched
-from lightning_memkit.prediction.contained import contained
+from lightning_memkit.planning.tape_times import ASSUMED, tape_seconds
 from lightning_memkit.prediction.devices import Device
-from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, OperatorWork, TensorShape, Work
-from lightning_memkit.utilities.errors import PredictionError
+from lightning_memkit.prediction.work import OperatorWork, TensorShape, Work
 
 # Fractions of the data sheet's peaks that large matrix products and copies reach.
 _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
 # Host time to launch an operator, including autograd's overhead; also the least time of any kernel.
 _LAUNCH_SECONDS = 5e-6
-_TAPING_SECONDS = {RECORDED: RECORDING_SECONDS, MADE_AGAIN: RUNNING_AGAIN_SECONDS}
 _MOST_BYTES = 1 << 28  # the most bytes of operands in a measurement
 _RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # least and most runs; short ones are disturbed by other processes
 _CPU = torch.device("cpu")
-_CHAIN, _CHAIN_RUNS, _SMALL = 32, 10, TensorShape((8, 8), (8, 1), torch.float32)
 
 
 class Times(Protocol):
@@ -101,7 +96,7 @@ class TimesByRates:
 
     def host_seconds(self, operator: OperatorWork) -> float:
         """Host seconds to launch one run."""
-        return _TAPING_SECONDS.get(operator.name, _LAUNCH_SECONDS)
+        return ASSUMED.get(operator.name, _LAUNCH_SECONDS)
 
 
 class TimesHere:
@@ -138,7 +133,7 @@ class TimesHere:
     def _measured(self, operator: OperatorWork) -> Took:
         on_host = self._device.type == "cpu"
         if operator.is_python:  # host time only: a GPU with queued work does not wait for it
-            taping = _taping_here()[operator.name]
+            taping = tape_seconds()[operator.name]
             return Took(taping, 0.0) if on_host else Took(0.0, taping)
         launch = 0.0 if on_host else _LAUNCH_SECONDS
         if operator.communicates and self._others is not None:
@@ -223,52 +218,6 @@ def _tensor(shape: TensorShape) -> Tensor:
 
 def _value(dtype: torch.dtype) -> float:
     return 0.5 if dtype.is_floating_point else 1 if dtype is torch.bool else 0
-
-
-@lru_cache(maxsize=1)
-def _taping_here() -> dict[str, float]:
-    """Python's time for an operator that a tape records, and for one that it recomputes.
-
-    Measured in a fork: on a machine with a GPU, a backward in this process would end predictions in forks.
-    """
-    try:
-        return contained(_taping)
-    except (RuntimeError, PredictionError, AttributeError):  # no forks, or autograd no longer works in them
-        return {RECORDED: 0.0, MADE_AGAIN: 0.0}
-
-
-def _taping() -> dict[str, float]:
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        plain, recorded, again = (
-            _best(lambda keep=keep: _chain(keep)) for keep in (None, lambda _: True, lambda _: False)
-        )
-        alone = _timed(torch.ops.aten.tanh.default, OperatorWork("", (_SMALL,), (), 0, 0, is_16_bit=False))
-    return {
-        RECORDED: max(0.0, recorded - plain) / _CHAIN,
-        MADE_AGAIN: max(0.0, (again - recorded) / _CHAIN - alone),
-    }
-
-
-def _chain(keep: Callable[[Any], bool] | None) -> None:
-    """Forward and backward of a chain of small operators."""
-    x = _tensor(_SMALL).requires_grad_()
-
-    def forward(y: Tensor) -> Tensor:
-        for _ in range(_CHAIN):
-            y = y.tanh()
-        return y
-
-    out = forward(x) if keep is None else run_recorded(forward, (x,), {}, keep)
-    out.sum().backward()
-
-
-def _best(run: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(_CHAIN_RUNS):
-        before = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - before)
-    return min(seconds)
 
 
 @lru_cache(maxsize=4)
