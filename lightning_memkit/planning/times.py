@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.memory.clocks import DeviceClocks, Took, launched
+from lightning_memkit.memory.device_faults import refuse_if_dead
 from lightning_memkit.planning.tape_times import ASSUMED, tape_seconds
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.work import OperatorWork, TensorShape, Work
@@ -24,6 +25,7 @@ _LAUNCH_SECONDS = 5e-6
 _MOST_BYTES = 1 << 28  # the most bytes of operands in a measurement
 _RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # least and most runs; short ones are disturbed by other processes
 _CPU = torch.device("cpu")
+_REMEDY = "plan for the card by its name (`device: h200`), whose times follow from its data sheet"
 
 
 class Times(Protocol):
@@ -104,7 +106,9 @@ class TimesHere:
 
     Operators with operands of more than 256 MiB, and those that can't run alone (because their values matter,
     or another device is needed), are not run: they are assumed to reach the rates of a large product and a
-    large copy. Last run on a GPU: 2026-11-26, H200, torch 2.11; its times are not yet verified there.
+    large copy. They run in this process: one that ends the device's context is named (`DeviceFaultError`), since
+    estimates of all that follows would hide that nothing runs any more. Last run on a GPU:
+    2026-11-26, H200, torch 2.11; its times are not yet verified there.
 
     Args:
         device: where operators run.
@@ -147,7 +151,9 @@ class TimesHere:
                     return Took(_timed(function, operator, self._device), launch)
                 self._clocks = self._clocks or DeviceClocks(self._device)
                 return launched(_call(function, operator, self._device), clocks=self._clocks)
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            shapes = ", ".join(str(item.shape) for item in operator.args if isinstance(item, TensorShape))
+            refuse_if_dead(self._device, error, f"Timing {operator.name} on ({shapes})", _REMEDY)
             return Took(self._estimated(operator), launch)
 
     def _estimated(self, operator: OperatorWork) -> float:
