@@ -6,7 +6,8 @@ import re
 import torch
 
 # Messages of allocators that raise a plain RuntimeError, in lower case. "Out of memory" alone is not enough:
-# "ran out of memory-mapped files" is no failed allocation.
+# "ran out of memory-mapped files" is no failed allocation. cuSPARSE's errors come as descriptions, those of the other
+# libraries by their names; tests ask the libraries that are installed.
 _MESSAGES = re.compile(
     r"""
     \b(cuda|hip|xpu|mps\ backend|device)\ out\ of\ memory\b(?!-)
@@ -17,7 +18,10 @@ _MESSAGES = re.compile(
     | \bcublas_status_(alloc_failed|not_initialized)\b
     | \bcudnn_status_(alloc_failed|internal_error_(device|host)_allocation_failed)\b
     | \b(cufft|hipfft)_alloc_failed\b
-    | \b(cusolver|cusparse|hipblas|hipsolver|hipsparse)_status_alloc_failed\b
+    | \b(cusolver|cusparse|hipblas|hipsolver|hipsparse|sparse)_status_alloc_failed\b
+    | \berror:\ (insufficient\ resources|resource\ allocation\ failed)\ when\ calling\ `(cu|hip)sparse
+    | \bnvrtc_error_out_of_memory\b
+    | \b(cuda|hip)(host)?(malloc|alloc)\w*\ failed:\ out\ of\ memory\b(?!-)
     | \bcurand_status_allocation_failed\b | \bmiopenstatusallocfailed\b
     | \bdefaultcpuallocator:\ (can't\ allocate|not\ enough)\ memory\b
     """,
