@@ -22,15 +22,19 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Options, Report
 from benchmarks.record import RESULTS, describe_hardware, git_commit, installed_versions, record
+from lightning_memkit.activations.offload import room_on_the_host as auto_room
 from lightning_memkit.activations.offload_choice import measure_copy_rates
 from lightning_memkit.memory.cublas import cublas_bytes
+from lightning_memkit.memory.limits import host_limits
 from lightning_memkit.memory.measure import fixed_bytes
+from lightning_memkit.memory.pinned import return_pinned
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.times import DeviceClocks, launched
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.simulation import Simulation
 
 MIB = 1 << 20
+GROWTH_BYTES = 4 << 30
 ROWS, HEADS, LENGTH, FEATURES = 2, 8, 512, 64
 Row = dict[str, object]
 
@@ -49,8 +53,9 @@ def main() -> int:
         return 2
     began = time.monotonic()
     rows: list[Row] = []
-    # The context first: what follows loads kernels. Then the workspaces: a product anywhere else makes the first one.
-    for ask in (context, workspaces, attention, copies, launches, pinned):
+    # The host before anything takes of it. The context before what loads kernels. Then the workspaces: a product
+    # anywhere else makes the first one.
+    for ask in (host, context, workspaces, attention, copies, launches, pinned, growth):
         try:
             found: list[Row] = list(ask(torch.device("cuda", torch.cuda.current_device())))
         except Exception as error:  # one fact that can't be had must not cost the others
@@ -96,6 +101,52 @@ def versions() -> str:
         f"driver {driver}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, "
         f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'as by default'}"
     )
+
+
+def host(device: torch.device) -> Iterator[Row]:
+    """Every limit on the host's memory, what may be pinned of it, and what activation offload takes by itself."""
+    for limit in host_limits():
+        yield {
+            "what": f"host memory: {limit.source}",
+            "total_bytes": limit.total_bytes,
+            "free_bytes": limit.free_bytes,
+        }
+    yield {"what": "host memory that may be locked (ulimit -l)", "total_bytes": lock_limit()}
+    yield {"what": 'host_bytes="auto" of activation offload', "found_bytes": auto_room()}
+
+
+def lock_limit() -> int | None:
+    """The most bytes that this process may lock; None for no limit, or where the system knows none."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def growth(device: torch.device) -> Iterator[Row]:
+    """Whether the host has more memory once some was pinned: `host_bytes="auto"` then asks again."""
+    before, room_before = host_limits(), auto_room()
+    size = min(GROWTH_BYTES, min(limit.free_bytes for limit in before) // 4)
+    buffer = pinned_buffer(size)
+    after, room_after = host_limits(), auto_room()
+    del buffer
+    return_pinned()
+    yield {
+        "what": "host memory while some is pinned",
+        "pinned_bytes": size,
+        "total_bytes_before": min(limit.total_bytes for limit in before),
+        "total_bytes_after": min(limit.total_bytes for limit in after),
+        "auto_bytes_before": room_before,
+        "auto_bytes_after": room_after,
+        "grew": min(limit.total_bytes for limit in after) > min(limit.total_bytes for limit in before),
+    }
+
+
+def pinned_buffer(size_bytes: int) -> Tensor:
+    """Pinned memory, every page of which was written to: a host that grows does so only then."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).fill_(1)
 
 
 def context(device: torch.device) -> Iterator[Row]:

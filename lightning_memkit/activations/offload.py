@@ -70,13 +70,14 @@ def offload_activations(
     if not found:
         _report_nothing(module, blocks)
     if host_bytes == "auto":
-        pool = HostPool(_room_on_the_host(), pin_memory, _room_on_the_host)
+        pool = HostPool(room_on_the_host(), pin_memory, room_on_the_host)
     else:
         pool = HostPool(parse_bytes(host_bytes), pin_memory)
     return ActivationsOffload(module, found, Traffic(module, pool, parse_bytes(min_bytes)), pool, choose)
 
 
-def _room_on_the_host() -> int:
+def room_on_the_host() -> int:
+    """What `host_bytes="auto"` may use now: half of the memory that is free."""
     return int(_SHARE_OF_HOST * max(0, min(limit.free_bytes for limit in host_limits())))
 
 
