@@ -1,29 +1,39 @@
 """Hooks that autograd calls when a parameter's gradient is complete."""
 
 from collections.abc import Callable
-from weakref import WeakMethod as WeakBound
+from typing import Generic, TypeVar
+from weakref import ref
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+Owner = TypeVar("Owner")
 
-class GradientHooks:
-    """One hook on each trainable parameter of an optimizer; it does not keep its method's object alive."""
 
-    def __init__(self, act: Callable[[Parameter], None]) -> None:
-        self._act = WeakBound(act)
+class GradientHooks(Generic[Owner]):
+    """One hook on each trainable parameter of an optimizer; it does not keep its method's object alive.
+
+    Args:
+        owner: has the method.
+        act: the method, unbound: a weak bound method would make one for each gradient.
+    """
+
+    def __init__(self, owner: Owner, act: Callable[[Owner, Parameter], None]) -> None:
+        self._owner, self._act = ref(owner), act
         self._handles: dict[Parameter, RemovableHandle] = {}
+        self._known: set[int] = set()  # ids of the hooked, which the handles keep alive
 
     def __contains__(self, parameter: Parameter) -> bool:
         return parameter in self._handles
 
     def attach(self, optimizer: Optimizer) -> None:
         """Hook parameters that were added or unfrozen since."""
-        known = set(map(id, self._handles))
         for group in optimizer.param_groups:
+            if self._known.issuperset(map(id, group["params"])):
+                continue
             for parameter in group["params"]:
-                if id(parameter) not in known and parameter.requires_grad:
+                if id(parameter) not in self._known and parameter.requires_grad:
                     self._hook(parameter)
 
     def put_last(self) -> None:
@@ -39,13 +49,15 @@ class GradientHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._known.clear()
 
     def _hook(self, parameter: Parameter) -> None:
-        weak = self._act
+        weak, act = self._owner, self._act
 
         def hook(parameter: Parameter) -> None:
-            act = weak()
-            if act is not None:
-                act(parameter)
+            owner = weak()
+            if owner is not None:
+                act(owner, parameter)
 
+        self._known.add(id(parameter))
         self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)

@@ -21,9 +21,9 @@ from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_hooks import GradientHooks
 from lightning_memkit.optim.methods import give_step_back, living, replaced_step, stock_step
 from lightning_memkit.optim.open_step import OpenStep
-from lightning_memkit.optim.pieces import Slot, slots_of_step
+from lightning_memkit.optim.pieces import Slot, slots_of_step, with_gradients
 from lightning_memkit.optim.release_checks import (
-    options_of,
+    groups_of,
     refuse_changed_options,
     refuse_gradient,
     refuse_unreleasable,
@@ -60,7 +60,7 @@ class Release:
         self._compensation = compensation_of(optimizer)
         self._plain = ShadowEngine.plain()
         self._lock = threading.RLock()  # autograd runs one thread for each device
-        self._hooks = GradientHooks(self._on_gradient)
+        self._hooks = GradientHooks(self, Release._on_gradient)
         self._measured: dict[Parameter, Tensor] | None = None  # not None while norms are measured
         self._forget_step()
         self._previous_step = optimizer.__dict__.get("step")
@@ -85,7 +85,7 @@ class Release:
     @property
     def parameters_stepped(self) -> int:
         """How many parameters the current step has stepped so far; 0 between steps."""
-        return len(self._taken) - len(self._waiting)
+        return len(self._slots) - len(self._due) - len(self._waiting)
 
     def attach(self) -> None:
         """Hook parameters that were added or unfrozen since; every step does so when it ends."""
@@ -140,39 +140,51 @@ class Release:
                 self._advance(self._waiting)
 
     def _on_gradient(self, parameter: Parameter) -> None:
-        """Autograd's hook: the parameter's gradient is complete."""
-        measured, gradient = self._measured, parameter.grad
-        if gradient is None or (self.mode == "keep" and measured is None):
+        """Autograd's hook: the parameter's gradient is complete. Called for each, so little is done here."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if self._measured is not None or self.mode == "keep":
+            self._measure(parameter, gradient)
             return
         with self._lock:
-            refuse_gradient(parameter, gradient)
-            if measured is not None:
-                if parameter in measured:
-                    raise second_gradient_error(parameter.shape)
-                with torch.no_grad():
-                    measured[parameter] = get_total_norm([gradient])
-                self.spent.drop(parameter)
-                return
+            if gradient.is_sparse or gradient.requires_grad:
+                refuse_gradient(parameter, gradient)
+            if self._open is None:
+                self._open_step()
             identity = id(parameter)
-            if identity in self._taken:
-                raise second_gradient_error(parameter.shape)
-            self._open_step()
-            if identity not in self._slots:  # the optimizer no longer has it
-                return
-            self._taken.add(identity)
-            self._waiting.append(parameter)
+            slot = self._due.pop(identity, None)
+            if slot is None:
+                if identity in self._slots:
+                    raise second_gradient_error(parameter.shape)
+                return  # the optimizer no longer has it
+            self._waiting.append(slot)
             self._waiting_bytes += gradient.nbytes
             if self._waiting_bytes >= self._bundle_bytes:
                 with torch.no_grad():
                     self._advance(self._waiting)
 
+    def _measure(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Note and free a gradient while norms are measured; otherwise it accumulates."""
+        if self._measured is None:
+            return
+        with self._lock:
+            refuse_gradient(parameter, gradient)
+            if parameter in self._measured:
+                raise second_gradient_error(parameter.shape)
+            with torch.no_grad():
+                self._measured[parameter] = get_total_norm([gradient])
+            self.spent.drop([parameter])
+
     def _open_step(self) -> OpenStep:
         if self._open is None:
             optimizer = self.optimizer
             engine, stock_step = self._engine_and_step()
-            self._slots = {id(slot.parameter): slot for slot in slots_of_step(optimizer)}
+            every = slots_of_step(optimizer)
+            self._slots = dict(zip([id(slot.parameter) for slot in every], every, strict=True))
+            self._due = self._slots.copy()
             self._open = engine.begin(optimizer, stock_step)
-            self._options = options_of(optimizer)
+            self._options = groups_of(optimizer)
         return self._open
 
     def _engine_and_step(self) -> tuple[ShadowEngine, Callable[..., Any]]:
@@ -186,26 +198,25 @@ class Release:
             )
         return compensation.engine, compensation.stock_step
 
-    def _advance(self, ready: list[Parameter]) -> None:
-        """Clip, step and drop these gradients."""
-        step = self._open_step()
+    def _advance(self, ready: list[Slot]) -> None:
+        """Clip, step and drop the gradients of these parameters."""
+        step, parameters = self._open_step(), [slot.parameter for slot in ready]
         if self.records_norm and self.mode == "step":  # in "keep" mode the gradients are a trial's
-            for parameter in ready:
+            for parameter in parameters:
                 assert parameter.grad is not None
                 self._norms[parameter] = get_total_norm([parameter.grad])
         if self.clip_value is not None:
-            clip_grad_value_(ready, self.clip_value)
+            clip_grad_value_(parameters, self.clip_value)
         if self._clip is not None:
-            clip_grads_with_norm_(ready, *self._clip)
-        step.advance([self._slots[id(parameter)] for parameter in ready])
+            clip_grads_with_norm_(parameters, *self._clip)
+        step.advance(ready)
         # Kernels and optimizers that write through `.data` leave the version counter as it was; autograd must
         # notice the change where it still needs the old weight.
-        torch.autograd.graph.increment_version(ready)
+        torch.autograd.graph.increment_version(parameters)
         if self.mode == "step":
-            self.spent.note(ready)
-        for parameter in ready:
-            self.spent.drop(parameter)
-        self._options = options_of(self.optimizer)
+            self.spent.note(parameters)
+        self.spent.drop(parameters)
+        self._options = groups_of(self.optimizer)
         self._waiting, self._waiting_bytes = [], 0
 
     def _finish(self) -> None:
@@ -216,11 +227,11 @@ class Release:
             refuse_changed_options(optimizer, self._options)
             self.spent.refuse_changed()
         self.spent.refuse_zeros()
-        left = [slot.parameter for slot in self._slots.values() if slot.parameter.grad is not None]
-        waiting = set(map(id, self._waiting))
-        others = [parameter for parameter in left if id(parameter) not in waiting]
+        left = with_gradients(list(self._slots.values()))
+        waiting = {slot.index for slot in self._waiting}
+        others = [slot.parameter for slot in left if slot.index not in waiting]
         for parameter in others:
-            if id(parameter) in self._taken:
+            if id(parameter) not in self._due:
                 raise second_gradient_error(parameter.shape)
         if self._clip is not None:
             refuse_unmeasured(others)
@@ -237,8 +248,8 @@ class Release:
         self._open: OpenStep | None = None
         # Keyed by id: a tensor's hash is slow, and the slots keep the parameters alive.
         self._slots: dict[int, Slot] = {}
-        self._taken: set[int] = set()  # stepped, or waiting to be
-        self._waiting: list[Parameter] = []
+        self._due: dict[int, Slot] = {}  # neither stepped nor waiting to be
+        self._waiting: list[Slot] = []
         self._waiting_bytes = 0
         self._norms: dict[Parameter, Tensor] = {}
         self._clip: tuple[float, Tensor] | None = None

@@ -99,6 +99,11 @@ def why_unavailable() -> str | None:
     return loaded if isinstance(loaded, str) else None
 
 
+def is_loaded() -> bool:
+    """Whether the kernels can be called without being built first."""
+    return _loaded.cache_info().currsize > 0 and why_unavailable() is None
+
+
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Whether the kernels exist; the first call builds them, and warns if it can't."""

@@ -44,13 +44,9 @@ def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
         )
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The plain values (numbers, flags, strings) of each group."""
-    plain = (int, float, str, tuple, type(None))
-    return [
-        {key: value for key, value in group.items() if isinstance(value, plain)}
-        for group in optimizer.param_groups
-    ]
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Each group as it is now, for `refuse_changed_options`; made for each bucket, so nothing is selected yet."""
+    return [group.copy() for group in optimizer.param_groups]
 
 
 def refuse_changed_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
@@ -59,12 +55,18 @@ def refuse_changed_options(optimizer: Optimizer, before: list[dict[str, Any]]) -
     Raises:
         RuntimeError: naming the first option that differs.
     """
-    now = options_of(optimizer)
-    if now != before:
+    old, now = _options_of(before), _options_of(optimizer.param_groups)
+    if now != old:
         raise RuntimeError(
             f"Options of {type(optimizer).__name__} changed between backward and step(), after parameters were "
-            f"stepped with the old ones ({_change(before, now)}); change them before backward, or after step()."
+            f"stepped with the old ones ({_change(old, now)}); change them before backward, or after step()."
         )
+
+
+def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The plain values (numbers, flags, strings) of each group."""
+    plain = (int, float, str, tuple, type(None))
+    return [{key: value for key, value in group.items() if isinstance(value, plain)} for group in groups]
 
 
 def _change(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:

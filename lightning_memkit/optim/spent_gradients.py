@@ -93,26 +93,28 @@ class SpentGradients:
     def __init__(self) -> None:
         self.reader: GradientReader | None = None
         self.between = ""
-        self._stepped: dict[int, tuple[Parameter, int]] = {}  # with the version that the step left, by id
-        self._previous: dict[int, tuple[Parameter, int]] = {}  # those of the last whole step
+        self._stepped: list[Parameter] = []
+        self._versions: list[int] = []  # that their steps left
+        self._previous: list[Parameter] = []  # those of the last whole step
         self._with_stand_in: list[Parameter] = []
         self._zeros: list[Parameter] = []  # whose gradients would be zero now, and not None
 
-    def drop(self, parameter: Parameter) -> None:
-        """Free a gradient."""
-        if self.reader is None:
-            parameter.grad = None
-        else:
-            self._place([parameter], self.reader)
-
-    def note(self, parameters: Iterable[Parameter]) -> None:
-        """Remember that these were stepped, and as what."""
+    def drop(self, parameters: list[Parameter]) -> None:
+        """Free these parameters' gradients."""
+        if self.reader is not None:
+            self._place(parameters, self.reader)
+            return
         for parameter in parameters:
-            self._stepped[id(parameter)] = parameter, parameter._version
+            parameter.grad = None
+
+    def note(self, parameters: list[Parameter]) -> None:
+        """Remember that these were stepped, each for the first time in this step, and as what."""
+        self._stepped += parameters
+        self._versions += [parameter._version for parameter in parameters]
 
     def place(self, reader: GradientReader) -> None:
         """Leave stand-ins for the gradients of this step: `reader` runs next."""
-        self._place([parameter for parameter, _ in self._stepped.values()], reader)
+        self._place(self._stepped, reader)
 
     def remove(self) -> None:
         """Remove all stand-ins."""
@@ -127,8 +129,11 @@ class SpentGradients:
         Raises:
             RuntimeError: giving the first one's shape. Changes through ``.data`` are not noticed.
         """
-        for parameter, version in self._stepped.values():
-            if parameter._version != version:
+        versions = [parameter._version for parameter in self._stepped]
+        if versions == self._versions:
+            return
+        for parameter, version, noted in zip(self._stepped, versions, self._versions, strict=True):
+            if version != noted:
                 by = f" ({self.between} may have done so)" if self.between else ""
                 raise RuntimeError(
                     f"A parameter of shape {tuple(parameter.shape)} was changed between backward and step(){by}, but "
@@ -138,16 +143,16 @@ class SpentGradients:
 
     def end_step(self) -> None:
         """A step is done: without release, its gradients would be alive until they are zeroed."""
-        self._previous, self._stepped = self._stepped or self._previous, {}
+        self._previous, self._stepped, self._versions = self._stepped or self._previous, [], []
 
     def forget_step(self) -> None:
         """The step under way is dropped."""
-        self._stepped, self._zeros = {}, []
+        self._stepped, self._versions, self._zeros = [], [], []
         self.remove()
 
     def zeroed(self) -> None:
         """Gradients are zeroed here: those of the step before would not be alive any longer."""
-        self._previous = {}
+        self._previous = []
 
     def expect_zeroing(self, zeroes: GradientReader, optimized: Container[int]) -> None:
         """Leave stand-ins that `zeroes`, which runs next, has to remove.
@@ -156,7 +161,7 @@ class SpentGradients:
             zeroes: code of the user's that may do otherwise.
             optimized: ids of the parameters that the optimizer has.
         """
-        self._place([p for identity, (p, _) in self._previous.items() if identity in optimized], zeroes)
+        self._place([parameter for parameter in self._previous if id(parameter) in optimized], zeroes)
 
     def refuse_unzeroed(self) -> None:
         """Refuse to go on if a stand-in was not removed.
@@ -181,7 +186,8 @@ class SpentGradients:
         Raises:
             RuntimeError: their gradients were set to zero instead of None, and backward gave them none.
         """
-        unused = [p for p in self._zeros if p.grad is None and id(p) not in self._stepped]
+        stepped = set(map(id, self._stepped)) if self._zeros else ()
+        unused = [p for p in self._zeros if p.grad is None and id(p) not in stepped]
         self._zeros = []
         if unused:
             raise RuntimeError(

@@ -23,6 +23,7 @@ from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import BLOCK_ELEMENTS, flat_views, surely_finite
 
 TILE = BLOCK_ELEMENTS
+_MANY_STREAMS = 8  # arrays are quicker from here on: a released gradient is often stepped alone
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -118,6 +119,8 @@ class StochasticRounding:
 
     def streams(self, indices: np.ndarray, name: str) -> np.ndarray:
         """`stream` of many parameters at once: uint64, from uint64 indices."""
+        if len(indices) < _MANY_STREAMS:
+            return np.array([self.stream(index, name) for index in indices.tolist()], np.uint64)
         begun = np.uint64((_spread(self.seed, self.step) + _GOLDEN) & _MASK64)
         mixed = _rounds(indices + begun)
         return _rounds(mixed + np.uint64((zlib.crc32(name.encode()) + _GOLDEN) & _MASK64)) >> np.uint64(1)

@@ -563,6 +563,16 @@ def test_weights_that_change_between_backward_and_step_are_refused(change):
         optimizer.step()
 
 
+def test_a_gradient_that_is_set_after_its_parameter_was_stepped_is_refused():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release_gradients(optimizer, bundle_bytes=0)
+    net(tokens_of(0)).backward()
+    net.body[2].weight.grad = torch.ones(12, 12)
+    with pytest.raises(RuntimeError, match=r"shape \(12, 12\) gets a second gradient in one step"):
+        optimizer.step()
+
+
 def test_weights_may_change_while_their_gradients_wait():
     torch.manual_seed(0)
     first, found = Net(), []

@@ -79,10 +79,14 @@ class Seats:
         self._begin = [list(column) for column in zip(*(seat.places for seat in seats), strict=True)]
         self._numbers = np.array([(seat.index, seat.start, seat.count) for seat in seats], np.uint64)
         self._strides = [seat.strides for seat in seats]
+        self._none_is_empty = bool(self._numbers[:, 2].all())
         self._nothing = [None] * len(seats)
-        # The columns are those of operands: weight, low half, gradient, first and second state.
+        # The columns are those of operands: weight, low half, gradient, first and second state. These are what is
+        # kept: the weight, and its states.
+        moments = len(self.kind.names) - self.kind.has_low
+        self._columns = [0, *range(3, 3 + moments), *repeat(1, self.kind.has_low)]
         self._addresses = np.zeros((len(seats), 5), np.uint64)
-        for place, column in zip(self._columns(), self._begin, strict=True):
+        for place, column in zip(self._columns, self._begin, strict=True):
             self._addresses[:, place] = column
 
     def find(self, parameters: list[Parameter], states: list[State | None]) -> Operands | None:
@@ -129,7 +133,7 @@ class Seats:
         addresses = self._addresses.copy()
         addresses[:, 2] = native.addresses(gradients)
         columns: list[list[Any]] = [self._nothing] * 5
-        for place, column in zip(self._columns(), kept, strict=True):
+        for place, column in zip(self._columns, kept, strict=True):
             columns[place] = column
         weights, lows, _, firsts, seconds = columns
         return Operands(
@@ -145,13 +149,8 @@ class Seats:
             wide=np.array([dtype == torch.float32 for dtype in dtypes])
             if wide
             else np.zeros(len(dtypes), bool),
-            is_uniform=wide in (0, len(dtypes)) and bool(self._numbers[:, 2].all()),
+            is_uniform=wide in (0, len(dtypes)) and self._none_is_empty,
         )
-
-    def _columns(self) -> list[int]:
-        """The columns, among an operand's five tensors, of the weight and its states."""
-        moments = len(self.kind.names) - self.kind.has_low
-        return [0, *range(3, 3 + moments), *repeat(1, self.kind.has_low)]
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, Operands, Rule
-from lightning_memkit.optim.fused.recipes import RECIPES, StepRecipe
+from lightning_memkit.optim.fused.recipes import RECIPES, Numbers, StepRecipe
 from lightning_memkit.optim.fused.seats import Seat, SeatKind, Seats, State
 from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
 from lightning_memkit.optim.pieces import Slot
@@ -29,7 +29,7 @@ _DEVICES = ("cpu", "cuda")
 _GRADIENTS = (torch.bfloat16, torch.float32)
 _COUNT = "step"
 _ONE = torch.tensor(1.0)
-_MANY = 32  # counts: advancing them in C++ is worth the wait for its compiler, once a machine
+_MANY = 32  # counts: advancing so many in C++ is worth the wait for its compiler, once a machine
 _MOST_SEATINGS = 1024  # per optimizer; more means that they are not reused
 _memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
 
@@ -66,6 +66,8 @@ class _Memory:
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
         self.seatings: dict[tuple[int, int], _Seating] = {}
+        self.numbers: list[Numbers | None] = []
+        self.wanted: list[dict[str, torch.dtype] | None] = []  # as follows from the numbers
 
 
 class _Taking:
@@ -77,10 +79,13 @@ class _Taking:
         self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
         self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
         # The states that a parameter must have; a rule's class and whether it has momentum decide.
-        self._wanted = [
-            None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
-            for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
-        ]
+        if self._numbers != self._memory.numbers:
+            self._memory.numbers = self._numbers
+            self._memory.wanted = [
+                None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
+                for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
+            ]
+        self._wanted = self._memory.wanted
         self._first: set[Parameter] = set()  # parameters without momentum before this step
         self._states: list[State | None] = []  # of the parameters
 
@@ -175,7 +180,7 @@ class _Taking:
             type(one) is Tensor and one.dtype is torch.float32 and one.is_cpu and not one.ndim
             for one in counts
         ]
-        if len(counts) >= _MANY and all(plain) and native.why_unavailable() is None:
+        if all(plain) and (native.is_loaded() or len(counts) >= _MANY and native.why_unavailable() is None):
             return list(map(int, native.advance_(counts)))
         counts = [_on_the_host(state) for state in states]
         steps = [int(count.item()) + 1 for count in counts]  # a fake count is known until it changes
