@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from benchmarks._gpu_device import device_seconds, host_seconds
 from benchmarks._gpu_rows import GpuRow, Values, at_most
 from benchmarks._gpu_size import GpuSize
+from benchmarks._host_steps import backward_and_step, in_place, on_mesh, one_rank
 from benchmarks.harness import Options
 from benchmarks.optimizer_step import (
     HOST_SHAPE,
@@ -28,8 +29,10 @@ from benchmarks.optimizer_step import (
 )
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import gpu
+from lightning_memkit.optim.gradient_release import BUNDLE_BYTES
 
 Build = Callable[[list[Parameter]], Any]
+Place = Callable[[list[Parameter]], list[Parameter]]
 HOST_MS, HOST_US_A_PARAMETER = 1.5, 5.0
 HOST_TIMES = 100
 
@@ -48,6 +51,17 @@ def rows_of_steps(options: Options) -> list[GpuRow]:
             limits=host,
         )
     ]
+    for what, run, suffix in (
+        ("host's time of FSDP2's shards", shards_cost, "shards"),
+        ("host's time of released gradients", release_cost, "release"),
+    ):
+        limits = size.limits(
+            {
+                f"host_ms_201_{suffix}": at_most(HOST_MS),
+                f"host_us_per_parameter_{suffix}": at_most(HOST_US_A_PARAMETER),
+            }
+        )
+        rows.append(GpuRow(what=what, needs_seconds=5, run=partial(run, options), limits=limits))
     for name, (label, dtype, moved_bytes, build) in _candidates().items():
         limits = size.limits({f"gpu_ratio_{name}": at_most(1.0)} if name in ("kahan", "split") else {})
         run = partial(bandwidth, name, dtype, moved_bytes, build, options)
@@ -55,22 +69,48 @@ def rows_of_steps(options: Options) -> list[GpuRow]:
     return rows
 
 
-def host_cost(options: Options) -> Values:
+def host_cost(options: Options, suffix: str = "", place: Place = in_place) -> dict[str, Any]:
     """Steps that compute next to nothing, of so many parameters and of twice as many."""
     device, count = torch.device(options.device), GpuSize.of(options).host_parameters
     found: dict[str, list[float]] = {"ours": [], "torch": []}
     for many in (count, 2 * count):
         shapes = [HOST_SHAPE] * many
-        ours = _memkit("kahan", "compact")(_parameters(shapes, torch.bfloat16, device, options.seed))
-        base = _fused_fp32(_parameters(shapes, torch.float32, device, options.seed))
+        ours = _memkit("kahan", "compact")(place(_parameters(shapes, torch.bfloat16, device, options.seed)))
+        base = _fused_fp32(place(_parameters(shapes, torch.float32, device, options.seed)))
         for name, optimizer in (("ours", ours), ("torch", base)):
             optimizer.step()
             found[name].append(host_seconds(optimizer.step, device, HOST_TIMES))
     once, twice = found["ours"]
     return {
-        "host_ms_201": 1000 * once,
-        "host_us_per_parameter": 1e6 * (twice - once) / count,
-        "host_ratio_to_torch": once / found["torch"][0],
+        f"host_ms_201{suffix}": 1000 * once,
+        f"host_us_per_parameter{suffix}": 1e6 * (twice - once) / count,
+        f"host_ratio_to_torch{suffix}": once / found["torch"][0],
+        "parameters": f"{count} and {2 * count} of {HOST_SHAPE[0]} elements",
+        **_plain_torch(),
+    }
+
+
+def shards_cost(options: Options) -> Values:
+    """The same of DTensors, as FSDP2 has them."""
+    with one_rank(torch.device(options.device).type) as mesh:
+        return host_cost(options, "_shards", partial(on_mesh, mesh))
+
+
+def release_cost(options: Options) -> Values:
+    """What a step takes that goes along with its backward: a whole one's time, and what the backward takes longer."""
+    device, count = torch.device(options.device), GpuSize.of(options).host_parameters
+    plain = host_cost(options)
+
+    def seconds(many: int, bundle_bytes: int | None) -> float:
+        parameters = _parameters([HOST_SHAPE] * many, torch.bfloat16, device, options.seed)
+        act = backward_and_step(parameters, LEARNING_RATE, bundle_bytes)
+        return host_seconds(act, device, HOST_TIMES)
+
+    once, twice = (seconds(many, BUNDLE_BYTES) - seconds(many, None) for many in (count, 2 * count))
+    return {
+        "host_ms_201_release": plain["host_ms_201"] + 1000 * once,
+        "host_us_per_parameter_release": plain["host_us_per_parameter"] + 1e6 * (twice - once) / count,
+        "host_us_a_bucket_release": 1e6 * (seconds(count, 0) - seconds(count, None)) / count,
         "parameters": f"{count} and {2 * count} of {HOST_SHAPE[0]} elements",
         **_plain_torch(),
     }

@@ -6,26 +6,22 @@ a journal. The gradients stay the same from step to step, and zero_grad is not t
 What a step costs its host is measured on parameters of 16 elements, of which the arithmetic takes nothing:
 `host_ms_201` for 201 of them, `host_us_per_parameter` for each of the next 201, `host_ratio_to_torch` for 201 over
 torch's fused step; `_shards` are of DTensors, as FSDP2 has them, and `_release` of a step that goes along with its
-backward. `host_ms_noise` is a part of each: on a CPU a step draws the noise that rounds its states, whatever it steps;
-on a GPU the kernel draws it.
+backward, in buckets of 1 MiB, each of which takes `host_us_a_bucket_release`. `host_ms_noise` is a part of each: on a
+CPU a step draws the noise that rounds its states, whatever it steps; on a GPU the kernel draws it.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from benchmarks.__main__ import main_of
 from benchmarks._gpu_rows import GpuRow
+from benchmarks._host_steps import backward_and_step, in_place, on_mesh, one_rank
 from benchmarks.harness import (
     LONG_STEP_SECONDS,
     MINIMUM_PAIRS,
@@ -37,7 +33,7 @@ from benchmarks.harness import (
     self_ratio_is_void,
 )
 from lightning_memkit.optim.compensation import compensate
-from lightning_memkit.optim.gradient_release import release_gradients
+from lightning_memkit.optim.gradient_release import BUNDLE_BYTES
 from lightning_memkit.optim.journal import journal_steps
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
@@ -99,8 +95,8 @@ def run(options: Options) -> Report:
 def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:
     """Time steps that compute next to nothing, of many parameters and of twice as many."""
     figures: dict[str, float | int | bool] = {}
-    with _one_rank() as mesh:
-        for suffix, place in (("", _in_place), ("_shards", partial(_on_mesh, mesh))):
+    with one_rank("cpu") as mesh:
+        for suffix, place in (("", in_place), ("_shards", partial(on_mesh, mesh))):
             found = []
             for count in (HOST_PARAMETERS, 2 * HOST_PARAMETERS):
                 shapes, device = [HOST_SHAPE] * count, torch.device("cpu")
@@ -130,8 +126,8 @@ def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, fl
     extra = []
     for count in (HOST_PARAMETERS, 2 * HOST_PARAMETERS):
         ratio = paired_ratio(
-            _backward_and_step(count, options, released=True),
-            _backward_and_step(count, options, released=False),
+            _released(count, options, BUNDLE_BYTES),
+            _released(count, options, None),
             seed=options.seed,
         )
         rows.append(ratio.row(f"backward and step, released, {count} parameters of {HOST_SHAPE[0]}"))
@@ -140,47 +136,17 @@ def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, fl
     figures["host_us_per_parameter_release"] = (
         figures["host_us_per_parameter"] + 1000 * (extra[1] - extra[0]) / HOST_PARAMETERS
     )
+    alone = paired_ratio(
+        _released(HOST_PARAMETERS, options, 0), _released(HOST_PARAMETERS, options, None), seed=options.seed
+    )
+    rows.append(alone.row(f"backward and step, {HOST_PARAMETERS} parameters released one by one"))
+    figures["host_us_a_bucket_release"] = 1000 * (alone.ours_ms - alone.peer_ms) / HOST_PARAMETERS
     return figures
 
 
-@contextmanager
-def _one_rank() -> Iterator[DeviceMesh]:
-    """A process group of this process alone: shards of it are whole, and cost their host what shards cost."""
-    with tempfile.TemporaryDirectory() as folder:
-        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield init_device_mesh("cpu", (1,))
-        finally:
-            distributed.destroy_process_group()
-
-
-def _in_place(parameters: list[Parameter]) -> list[Parameter]:
-    return parameters
-
-
-def _on_mesh(mesh: DeviceMesh, parameters: list[Parameter]) -> list[Parameter]:
-    placed = []
-    for parameter in parameters:
-        placed.append(Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-        assert parameter.grad is not None
-        placed[-1].grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
-    return placed
-
-
-def _backward_and_step(count: int, options: Options, *, released: bool) -> Callable[[], None]:
-    """The backward of a sum and the step, of the same optimizer with its gradients released or not."""
+def _released(count: int, options: Options, bundle_bytes: int | None) -> Callable[[], None]:
     parameters = _parameters([HOST_SHAPE] * count, torch.bfloat16, torch.device("cpu"), options.seed)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-    compensate(optimizer)
-    if released:
-        release_gradients(optimizer)
-
-    def act() -> None:
-        optimizer.zero_grad()
-        torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
-        optimizer.step()
-
-    return act
+    return backward_and_step(parameters, LEARNING_RATE, bundle_bytes)
 
 
 def _journaled_steps(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:

@@ -262,6 +262,9 @@ def test_rows_limit_what_is_claimed_of_a_card() -> None:
     limits = {name: str(limit) for job in jobs_of(ORDER, Options()) for name, limit in job.row.limits.items()}
     assert limits["host_ms_201"] == "at most 1.5"
     assert limits["host_us_per_parameter"] == "at most 5"
+    for suffix in ("shards", "release"):
+        assert limits[f"host_ms_201_{suffix}"] == "at most 1.5"
+        assert limits[f"host_us_per_parameter_{suffix}"] == "at most 5"
     assert {name for name in limits if limits[name] == "at least 0.97"} == {
         f"throughput_fraction_{name}" for name in ("attention_scores", "large_vocabulary", "convolutions")
     }
@@ -294,7 +297,12 @@ def test_limits_are_judged_by_their_figures() -> None:
 
 
 CHEAP = {
-    "optimizer_step": {"host's time of memkit kahan, compact", "memkit split, compact"},
+    "optimizer_step": {
+        "host's time of memkit kahan, compact",
+        "host's time of FSDP2's shards",
+        "host's time of released gradients",
+        "memkit split, compact",
+    },
     "loss_head": {"V=512 N=256 bf16, memkit", "V=512 N=256 bf16, errors over plain's"},
     "activations": {"none", "full", "budget:0.5", "auto", "offload"},
     "attention": {"loop, 3 in 128", "dense_mask, 3 in 128", "flex, 3 in 128"},
