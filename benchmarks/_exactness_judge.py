@@ -172,6 +172,9 @@ class Noise:
         plain: the unsplit run.
         others: unsplit runs that differ from it by rounding alone; none in float64.
         by_hand: those whose weights and gradients are rounded part by part.
+
+    Attributes:
+        rounded: the parameters whose gradients are rounding: their weights are not compared.
     """
 
     def __init__(
@@ -182,6 +185,7 @@ class Noise:
         self._off_loss = _off_losses(plain, by_hand) if dtype == ADDS_IN_BFLOAT16 else 0.0
         self._exact = FLOAT32_LOSS if case.float32_loss else EXACT
         self._dtype, self._others = dtype, others
+        self.rounded = _rounded(plain, dtype)
         self._off: dict[str, float] = {}
         self._off_gradients: dict[str, float] = {}
         if not others:
@@ -204,6 +208,8 @@ class Noise:
             return Excess(float("inf"), name, at_step, "missing, or of another shape")
         if not _is_finite(b):  # the unsplit run has diverged: so has this one, in the same batch
             return _as_divergent(a, name, at_step)
+        if name in self.rounded:
+            return Excess(0.0, name, at_step, "its gradients are rounding")
         if self._dtype == "float64":
             off, allowed = _largest(a - b), self._exact * max(_largest(b), 1e-3)
             if self._others:
@@ -315,6 +321,24 @@ class Noise:
                 yield self.plain.state, other.state
             else:
                 yield from zip(getattr(self.plain, kind), getattr(other, kind), strict=True)
+
+
+def _rounded(plain: Trace, dtype: str) -> frozenset[str]:
+    """The parameters whose gradients are nothing but rounding in all steps of the unsplit run, in float64 or float32.
+
+    A bias before a normalization: an optimizer that divides by the gradient's own size makes steps of it.
+    """
+    share = {"float64": 1e-13, "float32": 1e-6}.get(dtype)
+    names = {name for seen in plain.gradients for name in seen} if share is not None else set()
+    return frozenset(
+        name
+        for name in names
+        if all(
+            0 < _largest(seen[name]) <= (share or 0.0) * max(map(_largest, seen.values()))
+            for seen in plain.gradients
+            if name in seen
+        )
+    )
 
 
 def _off_losses(plain: Trace, by_hand: Sequence[Trace]) -> float:

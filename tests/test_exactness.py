@@ -17,7 +17,7 @@ from benchmarks import exactness
 from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import class_weight_runs
 from benchmarks._exactness_generator import SUM, Drawn, drawn_cases
-from benchmarks._exactness_judge import DIFFERENT, EQUAL, REFUSED, WHOLE, Verdict, judge
+from benchmarks._exactness_judge import DIFFERENT, EQUAL, REFUSED, WHOLE, Noise, Verdict, judge
 from benchmarks._exactness_later import CASES
 from benchmarks._exactness_models import DTYPES, Case
 from benchmarks._exactness_runs import jittered, train, unsplit
@@ -318,6 +318,38 @@ def test_batches_whose_rows_do_nothing_to_each_other_may_be_split(
     (cell,) = exactness.cells_of(case, seed, dtype, [1])
     assert cell.verdict.outcome == outcome, exactness.told(cell, 2)
     assert cell.verdict.split == (outcome == EQUAL)
+
+
+# Each was once refused or wrong, by one example of its family.
+SERVED = [
+    ("own_autocast", 202, "float32", 3),
+    ("causal_float32", 200, "float64", 3),  # a loss in float32 within a float64 model
+    ("growing_batches", 200, "float64", 3),  # two rows in the first batch
+    ("neighbours_beside_mask", 200, "float64", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "seed", "dtype", "size"), SERVED)
+def test_what_adds_up_is_split_and_equal(name: str, seed: int, dtype: str, size: int) -> None:
+    (cell,) = exactness.cells_of(BY_NAME[name], seed, dtype, [size])
+    assert cell.verdict.outcome == EQUAL, exactness.told(cell, seed // 100)
+
+
+@pytest.mark.parametrize("name", ["auxiliary_in_train_mode", "own_batch_norm"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_that_act_on_each_other_in_train_mode_alone_are_not_split(name: str, size: int) -> None:
+    (cell,) = exactness.cells_of(BY_NAME[name], 200, "float64", [size])
+    assert cell.verdict.outcome in (REFUSED, WHOLE), exactness.told(cell, 2)
+
+
+def test_a_parameter_whose_gradient_is_rounding_tells_nothing() -> None:
+    """The bias before a batch norm: AdamW makes a step of its rounding, in another direction in each run."""
+    (cell,) = exactness.cells_of(BY_NAME["own_batch_norm"], 12, "float64", ["auto"])
+    assert cell.verdict.outcome == WHOLE, exactness.told(cell, 0)
+    case = BY_NAME["own_batch_norm"]
+    plain, others = unsplit(case, 12, "float64")
+    assert Noise("float64", case, plain, others).rounded == {"net.2.bias"}
+    assert verdict_of(case, 12, "float64", Disturbed()).outcome == DIFFERENT
 
 
 @pytest.mark.parametrize(("name", "seed", "dtype", "size"), FOUND)
