@@ -105,7 +105,10 @@ def difference(name: str) -> float | None | str:
 
 
 EQUAL = ["EsmForMaskedLM", "XLMRobertaModel", "CamembertForMaskedLM", "Data2VecTextModel", "OlmoForCausalLM"]
-REFUSED = ["FNetModel", "MobileBertModel", "ConvBertModel", "DeepseekV32ForCausalLM", "DogeForCausalLM"]
+REFUSED = [
+    "FNetModel", "MobileBertModel", "ConvBertModel", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
+    "DogeForCausalLM",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -120,6 +123,23 @@ def test_these_are_refused_with_a_remedy(name):
     found = difference(name)
     assert isinstance(found, str), found
     assert "packing=" in found or "Let transformers mask" in found
+
+
+def test_a_model_of_images_and_text_is_refused_with_a_remedy():
+    """PaliGemma, whose sizes are in configurations of its parts; its masks are neither causal nor of documents."""
+    text = {"model_type": "gemma", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    images = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "image_size": 28, "patch_size": 14, "projection_dim": 32, "vision_use_head": False}  # fmt: skip
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=images, image_token_id=127, projection_dim=32
+    )
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    batch = packed(WORDS)
+    del batch["labels"]
+    use_packed_attention(model)
+    with pytest.raises(ValueError, match=r"packing=|Let transformers mask"):
+        model(**batch)
 
 
 @pytest.mark.slow
