@@ -5,10 +5,11 @@
 #
 # Stages, in this order, each under nine minutes and usable alone: imports facts correctness sanitizer quick full-1
 # full-2 full-3 suite-visible suite-hidden; full-1 to full-3 are parts of the benchmarks at full size. The machine may
-# be bare: no network, nothing installed but torch, Lightning and pytest; wheels of DIR are put on the path without
-# their dependencies. Tests of the command line and of paged optimizers, and the rows of Liger, need some: docs/gpu.md
-# has the command that fetches them. Everything is written below the results folder, with one line a stage in
-# stages.jsonl, from which docs/gpu.md is made once the folder's files are committed to benchmarks/results. A failing stage does not keep later ones from running; the exit code is 1 if one failed.
+# be bare: no network, nothing installed but torch, Lightning, xxhash and pytest; wheels of DIR are put on the path
+# without their dependencies. Tests of the command line and of paged optimizers, and the rows of Liger, need some:
+# docs/gpu.md has the command that fetches them. Everything is written below the results folder, with one line a stage
+# in stages.jsonl, from which docs/gpu.md is made once the folder's files are committed to benchmarks/results. A
+# failing stage does not keep later ones from running; the exit code is 1 if one failed.
 # --dry-run starts every stage on any machine, and skips with one line what needs a card.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
