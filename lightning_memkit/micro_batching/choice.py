@@ -151,7 +151,7 @@ class PartsChoice:
         partition, total = self._runner.partition, batch_size(step.batch)
         sizing = self._size(step, foreseen)
         self._sized_for = int(largest_of_ranks(step.run, [total])[0])
-        partition.resize(sizing.micro_batch_size)
+        partition.resize(self.known.for_later(sizing, self._sized_for))
         self._check(step, splits=sizing.micro_batch_size < total)
         return sizing
 

@@ -105,6 +105,12 @@ class KnownSizes:
         hints = SizeHints(remembered=remembered, foreseen=foreseen)
         return choose_size(step, self._trials, self._options, given=given, hints=hints)
 
+    def for_later(self, sizing: Sizing, rows: int) -> int:
+        """The size for this batch and for larger ones: the user's, where it holds all of these rows."""
+        given, open_size = self._options.micro_batch_size, self._options.has_open_size
+        size = sizing.micro_batch_size
+        return size if open_size or given == "auto" or size < rows else max(size, given)
+
     def _resumed_size(self, step: Step) -> Sizing | None:
         """The resumed run's size; if it had not finished tuning, the sizes that it was still timing."""
         ran_out = min(self._resumed.get("larger", ()), default=float("inf"))
