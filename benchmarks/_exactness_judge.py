@@ -21,9 +21,8 @@ from benchmarks._exactness_models import ROWS_ACT, Case
 from benchmarks._exactness_runs import Seen, Trace
 
 EQUAL, WHOLE, REFUSED, WARNED, DIFFERENT = "equal", "whole", "refused", "warned", "different"
-CHUNKED = "chunked"  # equal, with the batches whole and modules in chunks
 SPLIT = "split"  # where a batch was split that has no weights
-OUTCOMES = (WHOLE, CHUNKED, EQUAL, WARNED, REFUSED, DIFFERENT)
+OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
 
 # What has no gradient in a loss: the warning, and what holds the loss
 _UNTOLD = "The loss that is reported of a batch in micro-batches is not the whole batch's"
@@ -114,8 +113,7 @@ def judge(
     shows_all = dtype == "float64" and not (case.float32_loss or others)
     if split and case.truth == ROWS_ACT and not case.warned and not shows_all:
         return Verdict(DIFFERENT, SPLIT, "rows act on each other, and no dtype hides that", 0, split)
-    outcome = EQUAL if split else CHUNKED if run.in_chunks else WHOLE
-    return Verdict(outcome, worst.where, worst.text, split=split)
+    return Verdict(EQUAL if split else WHOLE, worst.where, worst.text, split=split)
 
 
 def _of_error(run: Trace, case: Case, noise: "Noise") -> Verdict:

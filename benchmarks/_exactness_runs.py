@@ -52,7 +52,6 @@ class Trace:
         ours: whether memkit raised it as its own.
         at_step: the batch, over all epochs, at which it was raised.
         warned: the texts of all warnings.
-        in_chunks: whether any batch ran whole with modules in chunks.
     """
 
     start: Seen = field(default_factory=dict)
@@ -66,7 +65,6 @@ class Trace:
     ours: bool = False
     at_step: int = 0
     warned: list[str] = field(default_factory=list)
-    in_chunks: bool = False
 
 
 class Recorder(Callback):
