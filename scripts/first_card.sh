@@ -15,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAGES="imports facts correctness sanitizer quick full-1 full-2 full-3 suite-visible suite-hidden"
-DRY_RUN=false RESULTS=first_card WHEELS="" SECONDS_A_STAGE=520 KILL_AFTER=15 CHOSEN=""
+DRY_RUN=false RESULTS=first_card WHEELS="" SECONDS_A_STAGE=525 KILL_AFTER=12 CHOSEN=""
 PYTHON=${PYTHON:-python3}
 while [ $# -gt 0 ]; do
   case "$1" in
