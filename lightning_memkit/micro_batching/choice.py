@@ -78,10 +78,10 @@ class PartsChoice:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run uses again: the size in use, or the sizes that are still being timed."""
         partition, tuning = self._runner.partition, self.tuning
-        under_way = tuning is not None and tuning.fastest.settled is None
         return {
             "micro_batch_size": self.size_in_use if tuning is None else self._at_most_whole(tuning.size),
-            "open_sizes": list(tuning.sizes) if tuning is not None and under_way else [],
+            "open_sizes": list(tuning.sizes) if tuning is not None and tuning.fastest.settled is None else [],
+            "holds": partition.micro_batch_size,
             "given": self._options.micro_batch_size,
             "by_tokens": partition.row_tokens is not None,
             "row_tokens": partition.row_tokens,

@@ -368,8 +368,8 @@ class Wrapped:
 
 
 @pytest.fixture
-def installed(monkeypatch):
-    """Puts a stand-in for Liger's kernel in its place; proofs are forgotten before and after."""
+def installed(monkeypatch, proofs_forgotten):
+    """Puts a stand-in for Liger's kernel in its place."""
 
     def install(error):
         kernel = Wrapped(error)
@@ -377,12 +377,7 @@ def installed(monkeypatch):
         monkeypatch.setattr(backends, "_liger", kernel)
         return kernel
 
-    forget = (backends._disproof.cache_clear, backends._automatic.cache_clear)
-    for clear in forget:
-        clear()
-    yield install
-    for clear in forget:
-        clear()
+    return install
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

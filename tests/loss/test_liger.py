@@ -56,8 +56,8 @@ class SummedInRows(torch.autograd.Function):
 
 
 @pytest.fixture
-def liger(monkeypatch):
-    """A stand-in package `liger_kernel`; proofs are forgotten before and after."""
+def liger(monkeypatch, proofs_forgotten):
+    """A stand-in package `liger_kernel`, in the version that is asked for."""
     stand_in = StandIn()
     package, transformers, functional = (
         ModuleType(name) for name in ("liger_kernel", "liger_kernel.transformers", "functional")
@@ -71,12 +71,7 @@ def liger(monkeypatch):
         functional.liger_fused_linear_cross_entropy = getattr(stand_in, name)  # type: ignore[attr-defined]
         return stand_in
 
-    forget = (backends._disproof.cache_clear, backends._automatic.cache_clear)
-    for clear in forget:
-        clear()
-    yield of_version
-    for clear in forget:
-        clear()
+    return of_version
 
 
 def given(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

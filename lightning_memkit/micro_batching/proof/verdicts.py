@@ -158,7 +158,7 @@ def bent(run: Run, error: float) -> Verdict:
     if late:
         return _refused(
             f"{', '.join(late[:3])} would see gradients that are not complete: on several ranks, and beside an "
-            "optimizer that steps in the backward, it can't be called later",
+            "optimizer that steps in the backward, such hooks can't be called later",
             f"change gradients in on_before_optimizer_step, which runs once a step, or {_WHOLE}",
             0.0,
         )

@@ -106,10 +106,17 @@ class KnownSizes:
         return choose_size(step, self._trials, self._options, given=given, hints=hints)
 
     def for_later(self, sizing: Sizing, rows: int) -> int:
-        """The size for this batch and for larger ones: the user's, where it holds all of these rows."""
-        given, open_size = self._options.micro_batch_size, self._options.has_open_size
-        size = sizing.micro_batch_size
-        return size if open_size or given == "auto" or size < rows else max(size, given)
+        """The size for this batch and for larger ones: the user's, where it holds all of these rows.
+
+        A resumed run's, which may be smaller after an OOM, where the user has not changed it.
+        """
+        given, size, resumed = self._options.micro_batch_size, sizing.micro_batch_size, self._resumed
+        if self._options.has_open_size or given == "auto" or size < rows:
+            return size
+        known = (
+            resumed.get("holds", resumed.get("micro_batch_size")) if given == resumed.get("given") else None
+        )
+        return max(size, given if known is None else min(given, int(known)))
 
     def _resumed_size(self, step: Step) -> Sizing | None:
         """The resumed run's size; if it had not finished tuning, the sizes that it was still timing."""
