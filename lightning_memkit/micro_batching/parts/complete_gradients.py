@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 TABLE = "_post_accumulate_grad_hooks"
-_NOT_THE_USERS = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.")
+OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
 _Hooks = dict[int, Callable[[Tensor], None]]
 
@@ -35,7 +35,7 @@ class CompleteGradients:
         gradients when the user's hooks run.
         """
         tables = self._tables()
-        beside_others = any(not all(map(_is_users, hooks.values())) for hooks in tables.values())
+        beside_others = any(any(map(is_known, hooks.values())) for hooks in tables.values())
         return bool(tables) and (self._world_size > 1 or beside_others)
 
     @contextmanager
@@ -68,12 +68,12 @@ class CompleteGradients:
     def _tables(self) -> dict[Tensor, _Hooks]:
         """The tables of hooks, by parameter, in which the user has some."""
         found = ((one, getattr(one, TABLE, None)) for one in self._module.parameters())
-        return {one: hooks for one, hooks in found if hooks and any(map(_is_users, hooks.values()))}
+        return {one: hooks for one, hooks in found if hooks and not all(map(is_known, hooks.values()))}
 
 
-def _is_users(hook: Any) -> bool:
-    """Whether a hook was defined by neither torch, nor Lightning, nor us."""
+def is_known(hook: Any) -> bool:
+    """Whether a hook was defined by Lightning, torch or us."""
     while isinstance(hook, partial):
         hook = hook.func
     written_in = getattr(hook, "__module__", None) or type(hook).__module__
-    return not f"{written_in}.".startswith(_NOT_THE_USERS)
+    return f"{written_in}.".startswith(OWN)

@@ -84,19 +84,19 @@ class PartsRunner:
             UnknownTotalsError: the batch has to begin again with known totals; gradients are incomplete.
             ManyRowsError, ManyRowsStateError: the whole batch has another loss, or leaves other rows.
         """
-        self._attempt(step, attempt := Attempt(), is_first=True)
+        self._attempt(step, attempt := Attempt(), compares=True)
         return reported(step, attempt, self.partition, self.values)
 
     def run_again(self, step: Step) -> None:
         """Run the batch for its gradients only: nothing is logged or counted a second time."""
         undo = [step.keep_counters(), self._run.keep_results()]
         try:
-            self._attempt(step, Attempt(), is_first=False)
+            self._attempt(step, Attempt(), compares=False)
         finally:
             for put_back in undo:
                 put_back()
 
-    def _attempt(self, step: Step, attempt: Attempt, *, is_first: bool) -> None:
+    def _attempt(self, step: Step, attempt: Attempt, *, compares: bool) -> None:
         self.chunks.resize(self.partition.chunk_rows, self.partition.chunk_tokens)
         weights = self._weights
         weights.begin(step)
@@ -113,7 +113,7 @@ class PartsRunner:
             self._finish(batch, attempt)
             self.phase = "after backward, in hooks, clipping or the optimizer's step"
             self._once.begin_part(counts=False)
-            if is_first:  # before hooks, which may change weights
+            if compares:  # before hooks, which may change weights
                 self.whole.compare(step, attempt, self.partition, self.values)
             finish()
         if attempt.losses:

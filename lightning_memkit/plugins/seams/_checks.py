@@ -3,7 +3,7 @@
 import dis
 import inspect
 import warnings
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -12,10 +12,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from torch.optim import Optimizer
 
 from lightning_memkit.micro_batching.batch_statistics import with_batch_statistics, with_running_averages
-from lightning_memkit.micro_batching.parts.complete_gradients import TABLE, CompleteGradients
+from lightning_memkit.micro_batching.parts.complete_gradients import OWN, TABLE, CompleteGradients, is_known
 from lightning_memkit.micro_batching.proof.verdicts import AFTER_GRADIENT
-
-_OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
 
 def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
@@ -60,17 +58,17 @@ def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[
         f"{type(callback).__name__}.on_before_backward"
         for callback in vars(trainer)["callbacks"]
         if type(callback).on_before_backward is not Callback.on_before_backward
-        and not _is_known(type(callback).on_before_backward)
+        and not is_known(type(callback).on_before_backward)
         and not getattr(callback, "sees_micro_batches", False)
     ]
-    if not _is_known(type(module).on_before_backward):
+    if not is_known(type(module).on_before_backward):
         found.append(f"{type(module).__name__}.on_before_backward")
     for name, parameter in module.named_parameters():
         before = parameter._backward_hooks or {}
-        found += [f"a hook on {name}'s gradient" for hook in before.values() if not _is_known(hook)]
+        found += [f"a hook on {name}'s gradient" for hook in before.values() if not is_known(hook)]
     if CompleteGradients(module, trainer.world_size).incomplete:
         tables = {name: getattr(p, TABLE, None) or {} for name, p in module.named_parameters()}
-        hooked = [name for name, hooks in tables.items() if not all(map(_is_known, hooks.values()))]
+        hooked = [name for name, hooks in tables.items() if not all(map(is_known, hooks.values()))]
         found += [f"a hook on {name}{AFTER_GRADIENT}" for name in hooked]
     return list(dict.fromkeys(found))
 
@@ -80,7 +78,7 @@ def hooks_run_before_zero_grad(trainer: Trainer, module: LightningModule) -> lis
     owners: list[Any] = [*vars(trainer)["callbacks"], module]
     hooks = [(owner, "on_before_zero_grad") for owner in owners] + [(module, "optimizer_zero_grad")]
     return [
-        f"{type(owner).__name__}.{name}" for owner, name in hooks if not _is_known(getattr(type(owner), name))
+        f"{type(owner).__name__}.{name}" for owner, name in hooks if not is_known(getattr(type(owner), name))
     ]
 
 
@@ -91,7 +89,7 @@ def zeroes_gradients(module: LightningModule, optimizer: Optimizer) -> bool:
 
 def _only_zeroes(method: Any) -> bool:
     function = getattr(method, "__func__", method)
-    if str(getattr(function, "__module__", "")).startswith(_OWN):
+    if str(getattr(function, "__module__", "")).startswith(OWN):
         return True
     code = getattr(function, "__code__", None)
     return code is not None and _only_calls_zero_grad(code)
@@ -103,14 +101,6 @@ def _only_calls_zero_grad(code: CodeType) -> bool:
         return False
     always = not any("JUMP" in one.opname or "FOR_ITER" in one.opname for one in dis.get_instructions(code))
     return always and bool({"zero_grad", "optimizer_zero_grad"} & set(code.co_names))
-
-
-def _is_known(hook: Any) -> bool:
-    """Whether a hook was defined by Lightning, torch or us."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    written_in = getattr(hook, "__module__", None) or type(hook).__module__
-    return f"{written_in}.".startswith(_OWN)
 
 
 def check_accumulation(trainer: Trainer, effective_batch_size: int | None) -> None:
