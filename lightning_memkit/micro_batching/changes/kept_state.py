@@ -184,6 +184,15 @@ class KeptHooks(Unreported):
         self.place = place
         self._tables = [(table, dict(table) if table else {}) for table in tables]
 
+    @property
+    @override
+    def is_still(self) -> bool:
+        return not any(
+            (table or hooks)
+            and (len(table) != len(hooks) or not all(map(is_, table.values(), hooks.values())))
+            for table, hooks in self._tables
+        )
+
     @override
     def restore(self) -> None:
         for table, hooks in self._tables:

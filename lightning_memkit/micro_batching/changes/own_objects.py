@@ -59,6 +59,11 @@ def is_metric(value: object) -> bool:
     return any(root_of(base) == "torchmetrics" for base in type(value).__mro__)
 
 
+def is_memkits_hook(value: object) -> bool:
+    """Whether it is a callable of memkit's own, which never holds state of the user's."""
+    return root_of(type(value)) == "lightning_memkit"
+
+
 def is_own(value: object, own_roots: frozenset[str]) -> bool:
     """Whether an object's attributes are recorded and put back.
 

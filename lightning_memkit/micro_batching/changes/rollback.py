@@ -58,7 +58,8 @@ class Rollback(StateWalk):
     tensors only those that it names, which the step or a hook was seen to change. A change of the others is told by
     their version counters.
 
-    With `spares`, small tensors and arrays that no earlier step has changed are restored from copies made once. Not
+    With `spares`, a module that holds but tensors and plain values is not walked over again while these are the same
+    objects, and small tensors and arrays that no earlier step has changed are restored from copies made once. Not
     seen are writes past a version counter (`.data`) on an accelerator or of more than 16 KiB, and changes of few items
     of an array of more than 256 KiB.
 
@@ -90,6 +91,8 @@ class Rollback(StateWalk):
         self._watched: list[Kept] | None = None  # without those that tell no change
         for path, owner in module.named_modules():
             self._keep_module(path, owner)
+        if spares is not None:
+            spares.modules = self._still
         for batch in batches:
             self._keep_value(Place(path="batch", name="", kind="batch"), batch)
         self._keep_optimizers(optimizers)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.memory.meter import storage_is_freed, unmetered
 from lightning_memkit.micro_batching.changes.alike import BITS
+from lightning_memkit.micro_batching.changes.still_modules import StillModules
 
 _COMPARED_BYTES = 2**14  # of a tensor on the host, whose values are compared in every step
 _MOST_COMPARED = 256  # tensors
@@ -44,9 +45,13 @@ class SpareCopies:
 
     Args:
         most_bytes: of all copies together.
+
+    Attributes:
+        modules: by path, what the last step has kept of modules of which the next one may take it over.
     """
 
     def __init__(self, most_bytes: int) -> None:
+        self.modules: StillModules = {}
         self._left = most_bytes
         self._entries: dict[int, _TensorCopy] = {}
         self._arrays: dict[int, _ArrayCopy] = {}
