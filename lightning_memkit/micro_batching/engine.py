@@ -112,6 +112,7 @@ class Engine:
         while self._undo:
             self._undo.pop()()
         self._journaling.undo()
+        self.recovery.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes in use, which a resumed run uses again; while tuning is under way, those it goes on to time."""

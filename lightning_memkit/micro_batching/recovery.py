@@ -125,6 +125,11 @@ class Recovery:
         self._stepping = False
         self._repeated = False  # the step at hand ran out of memory in its smallest micro-batches
 
+    def close(self) -> None:
+        """Let go of the state before the last step, which would keep weights on the device after the run."""
+        self._past, self._point, self.spares = [], None, SpareCopies(0)
+        self._runner.watch.forget()
+
     def optimizer_steps(self) -> None:
         """The optimizer's own step begins if all ranks agree. Weights change from here on."""
         self._runner.ranks.optimizer_steps()

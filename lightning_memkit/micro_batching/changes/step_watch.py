@@ -45,6 +45,10 @@ class StepWatch:
         self._changing = set()
         self._rollback, self._before, self.looked_at = rollback, frozenset(), frozenset()
 
+    def forget(self) -> None:
+        """Let go of the last step's state."""
+        self._rollback = None
+
     def put_batch_back(self) -> None:
         """Write into the batch what it held before the step, whose micro-batches may be views of it."""
         if self._rollback is not None:
