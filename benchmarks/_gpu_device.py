@@ -83,6 +83,27 @@ def host_seconds(step: Callable[[], object], device: torch.device, times: int = 
     return median(seconds)
 
 
+def host_seconds_more(
+    step: Callable[[], object], beside: Callable[[], object], device: torch.device, times: int = TIMES
+) -> float:
+    """The median time that the host takes longer for one step than for another, each timed in turn.
+
+    The difference is small beside either, and a processor's speed changes from one second to the next.
+    """
+    more = []
+    until = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < until or len(more) < times:
+        seconds = []
+        for act in (step, beside):
+            synchronize(device)
+            start = time.perf_counter()
+            act()
+            seconds.append(time.perf_counter() - start)
+        more.append(seconds[0] - seconds[1])
+    synchronize(device)
+    return median(more[-times:])
+
+
 def emptied(device: torch.device) -> int:
     """Free what earlier rows have left, also cuBLAS's workspaces; returns the bytes of tensors that stay."""
     gc.collect()

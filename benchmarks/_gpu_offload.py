@@ -9,7 +9,7 @@ backward then adds in one order: by atomics no two runs of plain training agree.
 
 import copy
 import gc
-import warnings
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -209,12 +209,13 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    # cuBLAS is deterministic on one stream, whatever its workspaces; torch wants them configured and would refuse.
-    # Where it only warns, it may go on taking cuDNN's attention.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not with `warn_only`, with which FlashAttention's backward goes on adding by atomics. cuBLAS is deterministic on
+    # one stream, whatever its workspaces; torch asks for them to be configured, and reads it at the first product in
+    # this mode. Their size was read at the very first one, and stays.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     try:
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            warnings.simplefilter("ignore")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             _step(model, x)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -5,15 +5,18 @@
 takes time.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from benchmarks._gpu_device import device_seconds, host_seconds
+from benchmarks._gpu_device import device_seconds, host_seconds, host_seconds_more
+from benchmarks._gpu_offload import Kept
 from benchmarks._gpu_rows import GpuRow, Values, at_most
 from benchmarks._gpu_size import GpuSize
 from benchmarks._host_steps import backward_and_step, in_place, on_mesh, one_rank
@@ -29,7 +32,7 @@ from benchmarks.optimizer_step import (
 )
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import gpu
-from lightning_memkit.optim.gradient_release import BUNDLE_BYTES
+from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, release_gradients
 
 Build = Callable[[list[Parameter]], Any]
 Place = Callable[[list[Parameter]], list[Parameter]]
@@ -62,6 +65,8 @@ def rows_of_steps(options: Options) -> list[GpuRow]:
             }
         )
         rows.append(GpuRow(what=what, needs_seconds=5, run=partial(run, options), limits=limits))
+    run = partial(released_step, options)
+    rows.append(GpuRow(what="a decoder's step, gradients released", needs_seconds=size.needs(6), run=run))
     for name, (label, dtype, moved_bytes, build) in _candidates().items():
         limits = size.limits({f"gpu_ratio_{name}": at_most(1.0)} if name in ("kahan", "split") else {})
         run = partial(bandwidth, name, dtype, moved_bytes, build, options)
@@ -101,19 +106,56 @@ def release_cost(options: Options) -> Values:
     device, count = torch.device(options.device), GpuSize.of(options).host_parameters
     plain = host_cost(options)
 
-    def seconds(many: int, bundle_bytes: int | None) -> float:
-        parameters = _parameters([HOST_SHAPE] * many, torch.bfloat16, device, options.seed)
-        act = backward_and_step(parameters, LEARNING_RATE, bundle_bytes)
-        return host_seconds(act, device, HOST_TIMES)
+    def more(many: int, bundle_bytes: int | None) -> float:
+        ours, kept = (
+            backward_and_step(
+                _parameters([HOST_SHAPE] * many, torch.bfloat16, device, options.seed), LEARNING_RATE, size
+            )
+            for size in (bundle_bytes, None)
+        )
+        return host_seconds_more(ours, kept, device, HOST_TIMES)
 
-    once, twice = (seconds(many, BUNDLE_BYTES) - seconds(many, None) for many in (count, 2 * count))
+    once, twice = more(count, BUNDLE_BYTES), more(2 * count, BUNDLE_BYTES)
     return {
         "host_ms_201_release": plain["host_ms_201"] + 1000 * once,
         "host_us_per_parameter_release": plain["host_us_per_parameter"] + 1e6 * (twice - once) / count,
-        "host_us_a_bucket_release": 1e6 * (seconds(count, 0) - seconds(count, None)) / count,
+        "host_us_a_bucket_release": 1e6 * more(count, 0) / count,
         "parameters": f"{count} and {2 * count} of {HOST_SHAPE[0]} elements",
         **_plain_torch(),
     }
+
+
+def released_step(options: Options) -> Values:
+    """A decoder's step whose gradients are released, beside one that keeps them all.
+
+    Stepping in buckets takes the host longer; where the device has to wait for it, the ratio shows it.
+    """
+    size, device = GpuSize.of(options), torch.device(options.device)
+    kept = Kept(device, size.decoder, options.seed)
+    steps = []
+    for released in (True, False):
+        model = copy.deepcopy(kept.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        compensate(optimizer)
+        if released:
+            release_gradients(optimizer)
+        steps.append(partial(_step_of, model, kept.x, optimizer))
+        steps[-1]()
+    ours, base = steps
+    ratio = size.ratio(ours, base, options)
+    return {
+        "gpu_release_time_ratio": ratio.median,
+        "gpu_release_time_ratio_high": ratio.high,
+        "gpu_release_host_ms": 1000 * host_seconds(ours, device),
+        "gpu_release_host_ms_kept": 1000 * host_seconds(base, device),
+        **_plain_torch(),
+    }
+
+
+def _step_of(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(x).float().square().mean().backward()
+    optimizer.step()
 
 
 def bandwidth(name: str, dtype: torch.dtype, moved_bytes: int, build: Build, options: Options) -> Values:

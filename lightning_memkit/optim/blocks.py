@@ -36,7 +36,7 @@ def shards(tensors: Sequence[Any]) -> list[Tensor]:
     subclass.
     """
     parts = [tensor._local_tensor for tensor in tensors]
-    return parts if all(type(part) is Tensor for part in parts) else [tensor.to_local() for tensor in tensors]
+    return parts if set(map(type, parts)) <= {Tensor} else [tensor.to_local() for tensor in tensors]
 
 
 def first_element(tensor: Tensor) -> int:

@@ -105,7 +105,7 @@ class Seats:
         if any(map(is_, states, repeat(None))):
             return None
         for name, known in zip(self.kind.names, self._states, strict=True):
-            column: list[Any] = [state.get(name) for state in states if state is not None]
+            column: list[Any] = [state.get(name) for state in states]  # pyright: ignore[reportOptionalMemberAccess]
             if any(map(is_, column, repeat(None))) or not all(map(is_, column, [one() for one in known])):
                 return None
             kept.append(column)
