@@ -1,7 +1,6 @@
 """Run work in a fork of this process, to which its changes and crashes are confined."""
 
 import contextlib
-import gc
 import os
 import pickle
 import select
@@ -46,8 +45,7 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         receiving, sending = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        collects = gc.isenabled()
-        with starting():
+        with starting() as collects:
             with warnings.catch_warnings():
                 # Python warns of forking with threads; the fork uses no locks that other threads may hold.
                 warnings.simplefilter("ignore", DeprecationWarning)

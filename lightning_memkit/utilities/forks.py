@@ -1,6 +1,7 @@
 """Forks of this process that don't touch inherited garbage and accelerators."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,23 +9,29 @@ from typing import Any
 import torch
 
 _NOT_IN_FORKS = ("cuda", "xpu")
+_starts = (
+    threading.RLock()
+)  # one thread forks at a time: libraries that know of forks refuse others meanwhile
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def starting() -> Iterator[bool]:
     """Disable garbage collection while forks start inside, each of which must first call `leave_inherited`.
+
+    One thread at a time is inside. Yields whether the collector was enabled.
 
     A fork has only one of the original's threads. If it collected inherited garbage, it would run destructors
     that wait for the other threads: gloo's process group then waits forever. Collecting would also end the
     sharing of memory pages.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    with _starts:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield collects
+        finally:
+            if collects:
+                gc.enable()
 
 
 def leave_inherited(*, collects: bool) -> None:
@@ -33,6 +40,8 @@ def leave_inherited(*, collects: bool) -> None:
     Args:
         collects: whether the original's collector is enabled, queried before the fork.
     """
+    global _starts
+    _starts = threading.RLock()  # the original's is held
     gc.freeze()
     if collects:
         gc.enable()
@@ -47,13 +56,27 @@ def hide_accelerators() -> None:
     ("privateuseone") are left unchanged.
     """
     hidden: list[tuple[Any, dict[str, Any]]] = [(torch.cuda, _of_no_device()), (torch.xpu, _of_no_device())]
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type in _NOT_IN_FORKS:
-        nothing = {"is_available": _no, "device_count": _zero, "current_accelerator": _nothing}
-        hidden.append((torch.accelerator, nothing))
+    hidden.append((torch.accelerator, _of_others_than_hidden()))
     for module, functions in hidden:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])
+
+
+def _of_others_than_hidden() -> dict[str, Any]:
+    """What `torch.accelerator` says of custom backends, also of one that is registered in the fork."""
+    ask, is_available, device_count = (
+        getattr(torch.accelerator, name) for name in ("current_accelerator", "is_available", "device_count")
+    )
+
+    def current(*args: Any, **kwargs: Any) -> torch.device | None:
+        found = ask(*args, **kwargs)
+        return None if found is None or found.type in _NOT_IN_FORKS else found
+
+    return {
+        "current_accelerator": current,
+        "is_available": lambda: current() is not None and is_available(),
+        "device_count": lambda: 0 if current() is None else device_count(),
+    }
 
 
 def _of_no_device() -> dict[str, Any]:

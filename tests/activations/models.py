@@ -45,6 +45,11 @@ def transformers_model(name: str, **options: Any) -> nn.Module:
     return cls(config)
 
 
+def checkpointed_by_itself(model: Any) -> None:
+    """Turn on a model's own checkpointing, whose method earlier transformers name otherwise."""
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+
+
 def lora_model(
     *,
     dropout: float = 0.0,

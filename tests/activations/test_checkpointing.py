@@ -17,7 +17,15 @@ from lightning_memkit import NoEffectWarning, checkpoint_modules
 from lightning_memkit.activations import planned, profiling
 from lightning_memkit.activations.choosing import choose
 from lightning_memkit.memory.meter import ByteMeter
-from tests.activations.models import CAUSAL, VOCABULARY, Block, ConvNet, Stack, transformers_model
+from tests.activations.models import (
+    CAUSAL,
+    VOCABULARY,
+    Block,
+    ConvNet,
+    Stack,
+    checkpointed_by_itself,
+    transformers_model,
+)
 
 
 def ids(rows=2, length=16):
@@ -414,7 +422,7 @@ def test_a_second_checkpointing_is_refused():
 
 def test_the_models_own_checkpointing_beside_ours_is_refused():
     model = transformers_model("LlamaForCausalLM")
-    model.activation_checkpointing_enable()
+    checkpointed_by_itself(model)
     with pytest.raises(ValueError, match="the model's own gradient checkpointing; use one of the two"):
         checkpoint_modules(model)
 

@@ -280,10 +280,10 @@ def test_a_functional_loss_in_a_block_keeps_integers_bitwise():
 
 
 def test_beside_a_models_own_checkpointing_the_layers_inputs_move():
-    from tests.activations.models import transformers_model
+    from tests.activations.models import checkpointed_by_itself, transformers_model
 
     model = transformers_model("LlamaForCausalLM").train()
-    model.activation_checkpointing_enable()
+    checkpointed_by_itself(model)
     batch = ids(2, 16)
 
     def step():

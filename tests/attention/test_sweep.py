@@ -1,6 +1,7 @@
 """Every architecture of transformers that can be built small: packed as alone, or refused; nothing in between."""
 
 import inspect
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -45,7 +46,9 @@ def names() -> list[str]:
     for kind in ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL"):
         for name in getattr(auto, f"{kind}_MAPPING_NAMES").values():
             found.update([name] if isinstance(name, str) else name)
-    return sorted(name for name in found if hasattr(transformers, name))
+    with warnings.catch_warnings():  # some modules of earlier transformers use what torch deprecates
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return sorted(name for name in found if hasattr(transformers, name))
 
 
 def built(name: str) -> Any:

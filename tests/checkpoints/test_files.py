@@ -3,6 +3,7 @@
 import argparse
 import enum
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
+from lightning_memkit.checkpoints import checksums
 from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.errors import CheckpointError
@@ -361,7 +363,7 @@ print(peak_growth(lambda: load(sys.argv[1] + "/state.ckpt")))
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak of a process")
 def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
-    """192 MiB of weights: less than a tensor of 16 MiB and a few more are added at any moment."""
+    """192 MiB of weights: less than a tensor of 16 MiB is added at any moment; each thread that checks holds 1 MiB."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(tmp_path)],
         cwd=Path(__file__).parents[2],
@@ -371,4 +373,4 @@ def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     saving, loading = map(int, done.stdout.split())
     assert saving < 20 * MIB
-    assert loading < 8 * MIB
+    assert loading < (6 + min(checksums._THREADS, os.cpu_count() or 1)) * MIB

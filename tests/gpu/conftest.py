@@ -10,6 +10,19 @@ import torch
 from tests.gpu.card import on_cpu
 
 _LONG = 5.0  # seconds
+# Warnings that torch gives of itself, on a card alone: while it compiles, and in the first backward of a process.
+_OF_TORCH = (
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:.torch.jit.script(_method)?. is deprecated:DeprecationWarning",
+    "ignore:TensorFloat32 tensor cores",
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context",
+)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Errors, as all warnings are, are those of memkit's own."""
+    for words in _OF_TORCH:
+        item.add_marker(pytest.mark.filterwarnings(words))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -84,11 +84,6 @@ def exactly(model: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
     return gradients(wide, lambda: wide.loss(ids))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch's compiler itself
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_blocks_err_no_more_than_plain_ones(
     device: torch.device, model: Decoder, ids: torch.Tensor
 ) -> None:

@@ -17,7 +17,6 @@ from tests.plugins.test_contamination import model as language_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # torch.compile's advice, for flex
 ]
 BACKENDS = ["varlen", "flex", "loop"]
 

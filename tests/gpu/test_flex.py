@@ -20,10 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     *NOISE,
     pytest.mark.usefixtures("fused_only"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor that is not a leaf"
-    ),  # torch's compiler itself
 ]
 HEADS, FEATURES = 4, 64
 NEAR = 0.02  # of the norm, in bfloat16

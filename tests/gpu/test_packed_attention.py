@@ -16,11 +16,7 @@ from tests.plugins.noise import NOISE
 pytestmark = [
     pytest.mark.gpu,
     *NOISE,
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
     pytest.mark.filterwarnings("ignore:backend='dense_mask' makes a mask"),
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor that is not a leaf"
-    ),  # torch's compiler itself
 ]
 # Blocks have 128 tokens: the second document has seven that it fills, the others none or two.
 BOUNDS = (0, 90, 1100, 1101, 1500, 2048)

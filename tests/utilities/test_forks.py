@@ -2,17 +2,20 @@
 
 import gc
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_memkit.data.loading.worker_batches import WorkerBatches, WorkerOptions
 from lightning_memkit.data.sources import tokenising
 from lightning_memkit.data.sources.records import Encoder
 from lightning_memkit.prediction.contained import contained
-from lightning_memkit.utilities.forks import starting
+from lightning_memkit.utilities.forks import _of_no_device, hide_accelerators, starting
 from tests.data.test_sources import read
 
 
@@ -51,6 +54,49 @@ def collected(*_: Any) -> int:
 
 def test_a_prediction(told: Path) -> None:
     assert contained(collected, timeout_s=60) > 0
+
+
+def test_threads_fork_in_turn() -> None:
+    """Libraries refuse a fork while another one begins; and a collector that is off for it stays off for its own."""
+    inside: list[int] = []
+
+    def begin(_: int) -> bool:
+        with starting() as collects:
+            inside.append(1)
+            time.sleep(0.01)
+            alone = len(inside) == 1 and collects
+            inside.pop()
+        return alone
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(begin, range(8)))
+    assert gc.isenabled()
+    assert contained(lambda: contained(lambda: 7, timeout_s=60), timeout_s=60) == 7  # a fork's own forks
+
+
+@pytest.mark.parametrize("hidden", ["cuda", "xpu"])
+def test_a_custom_backend_is_seen_in_forks_that_find_no_accelerator(
+    hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is registered in the fork, of a torch that was built for another one."""
+    there = [hidden]
+    for name in ("is_available", "device_count", "current_accelerator"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(torch.accelerator, name))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(there[0]))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    for module in (torch.cuda, torch.xpu):
+        for name in _of_no_device().keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, getattr(module, name))
+    hide_accelerators()
+    accelerator = torch.accelerator
+    assert (accelerator.current_accelerator(), accelerator.is_available(), accelerator.device_count()) == (
+        None, False, 0,
+    )  # fmt: skip
+    there[0] = "cpu"  # stands for the custom one
+    assert (accelerator.current_accelerator(), accelerator.is_available(), accelerator.device_count()) == (
+        torch.device("cpu"), True, 1,
+    )  # fmt: skip
 
 
 def test_the_workers_of_a_loader(told: Path) -> None:
