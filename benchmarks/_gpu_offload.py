@@ -112,14 +112,14 @@ def rows_of_activations(options: Options) -> list[GpuRow]:
             continue
         limits = {"gpu_full_time_ratio": at_most(FULL_TIME)} if policy == "full" else {}
         run = partial(of_policy, policy, options)
-        seconds = size.needs(9) + COMPILE_SECONDS * policy.startswith("compile:")
+        seconds = size.needs(7) + COMPILE_SECONDS * policy.startswith("compile:")
         rows.append(GpuRow(what=policy, needs_seconds=seconds, run=run, limits=size.limits(limits)))
     for way, begin in WAYS.items():
         if way == "checkpoint":  # the policy "full"
             continue
         limits = {"gpu_offload_auto_time_over_best": at_most(AUTO_TIME)} if way == "offload_auto" else {}
         run = partial(of_way, way, begin, options)
-        seconds = size.needs(20 if way == "offload_auto" else 12)  # it is timed beside two others
+        seconds = size.needs(17 if way == "offload_auto" else 9)  # it is timed beside two others
         rows.append(GpuRow(what=way, needs_seconds=seconds, run=run, limits=size.limits(limits)))
     return rows
 

@@ -49,14 +49,14 @@ def rows_of_steps(options: Options) -> list[GpuRow]:
     rows = [
         GpuRow(
             what="host's time of memkit kahan, compact",
-            needs_seconds=5,
+            needs_seconds=12,
             run=partial(host_cost, options),
             limits=host,
         )
     ]
-    for what, run, suffix in (
-        ("host's time of FSDP2's shards", shards_cost, "shards"),
-        ("host's time of released gradients", release_cost, "release"),
+    for what, run, suffix, needs_seconds in (
+        ("host's time of FSDP2's shards", shards_cost, "shards", 6),
+        ("host's time of released gradients", release_cost, "release", 20),
     ):
         limits = size.limits(
             {
@@ -64,7 +64,7 @@ def rows_of_steps(options: Options) -> list[GpuRow]:
                 f"host_us_per_parameter_{suffix}": at_most(HOST_US_A_PARAMETER),
             }
         )
-        rows.append(GpuRow(what=what, needs_seconds=5, run=partial(run, options), limits=limits))
+        rows.append(GpuRow(what=what, needs_seconds=needs_seconds, run=partial(run, options), limits=limits))
     run = partial(released_step, options)
     rows.append(GpuRow(what="a decoder's step, gradients released", needs_seconds=size.needs(6), run=run))
     for name, (label, dtype, moved_bytes, build) in _candidates().items():

@@ -50,7 +50,7 @@ def gpu_rows(options: Options) -> list[GpuRow]:
     return [
         GpuRow(
             what=f"AdamW, {precision}",
-            needs_seconds=size.needs(30 if precision == "float32" else 18),
+            needs_seconds=size.needs(18 if precision == "float32" else 12),
             run=partial(offloaded, precision, options),
             limits=size.limits(
                 {f"{precision}_saved_bytes_per_parameter": at_least(LEAST_SAVED * STATE_BYTES[precision])}

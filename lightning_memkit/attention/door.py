@@ -60,10 +60,10 @@ def packed_attention(
             saves every document's scores.
         backend: ``"loop"`` runs SDPA document by document, on every device. ``"flash_attn"`` (the package)
             and ``"varlen"`` (torch's own kernel) need half precision on CUDA, ``"flex"`` (compiled
-            FlexAttention) needs CUDA. flash_attn is not yet verified on a GPU; flex was mended after its
-            first run on one, and is not yet verified again. ``"dense_mask"`` allocates batch * tokens * tokens
-            bytes. ``"auto"`` takes the first of flash_attn, varlen, flex, loop that can run; one that is named
-            is used or refused, never replaced. For whole rows ``"auto"`` and ``"loop"`` call SDPA itself.
+            FlexAttention) needs CUDA. flash_attn is not yet verified on a GPU, the others are (H200).
+            ``"dense_mask"`` allocates batch * tokens * tokens bytes. ``"auto"`` takes the first of flash_attn,
+            varlen, flex, loop that can run; one that is named is used or refused, never replaced. For whole
+            rows ``"auto"`` and ``"loop"`` call SDPA itself.
 
     Returns:
         [batch, heads, tokens, head_dim].

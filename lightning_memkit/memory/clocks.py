@@ -40,7 +40,7 @@ class Clocks(Protocol):
 class DeviceClocks:
     """Clocks of an accelerator with timing events; uses 128 MiB of it.
 
-    Last run on a GPU: 2026-11-26, H200, torch 2.11; its times were compared with no other clock's.
+    Last run on a GPU: 2026-11-27, H200, torch 2.11; its times were compared with no other clock's.
     """
 
     DEVICES = ("cuda", "xpu")

@@ -108,7 +108,7 @@ class TimesHere:
     or another device is needed), are not run: they are assumed to reach the rates of a large product and a
     large copy. They run in this process: one that ends the device's context is named (`DeviceFaultError`), since
     estimates of all that follows would hide that nothing runs any more. Last run on a GPU:
-    2026-11-26, H200, torch 2.11; its times are not yet verified there.
+    2026-11-27, H200, torch 2.11; its times are not yet verified there.
 
     Args:
         device: where operators run.
