@@ -272,6 +272,7 @@ FOUND = [
     ("logs_of_all_kinds", 201, "float32", 1),  # a logged sum of nothing in all that was compared
     ("mask_of_any_name", 200, "float64", 3),  # 0 over 0 among the rows compared
     ("batch_in_place", 207, "bf16-mixed", 3),  # rounding part by part
+    ("later_positives", 103, "pure-bf16", 3),  # a new term between rows, of which no micro-batch has one
 ]
 FOUND_DRAWN = [
     (2, "drawn_2035", 201, "float32", 3),  # probed rows of which none counts

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memkit.micro_batching.graph.learned_rules import UnlikeDivisors, learned
+from lightning_memkit.micro_batching.graph.learned_rules import (
+    UNTOLD_TERM,
+    JointTerm,
+    UnlikeDivisors,
+    learned,
+)
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_rules import Law
@@ -40,6 +45,33 @@ def seen(loss: Loss, *slices: slice) -> list[Any]:
 def rules_of(loss: Loss) -> LossRules | str:
     whole, *parts = seen(loss, WHOLE, *PARTS)
     return learned(whole, parts)
+
+
+def ranked(x: Tensor, rows: slice) -> Tensor:
+    """A mean over pairs of a positive and a negative, where there are both."""
+    scores, positive = x[:, 0], torch.tensor([1, 0, 1, 1, 0, 0])[rows] > 0
+    loss = scores.square().mean()
+    if positive.any() and not positive.all():
+        loss = loss + F.relu(1 - scores[positive, None] + scores[None, ~positive]).mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "told"),
+    [
+        (slice(0, 2), (slice(0, 1), slice(1, 2)), JointTerm),  # of which the halves have nothing
+        (slice(2, 6), (slice(2, 4), slice(4, 6)), JointTerm),
+        (slice(0, 3), (slice(0, 1), slice(1, 3)), UNTOLD_TERM),  # one half has it, of other rows
+    ],
+)
+def test_a_new_term_that_no_half_has_is_between_rows(whole: slice, parts: Any, told: Any) -> None:
+    together, *halves = seen(ranked, whole, *parts)
+    found = learned(together, halves)
+    assert found == told if isinstance(told, str) else isinstance(found, told)
+    without, *each_one = seen(ranked, slice(2, 4), slice(2, 3), slice(3, 4))
+    known = learned(without, each_one)
+    assert isinstance(known, LossRules)
+    assert learned(together, halves, known=known) == found
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def snapshots(model: nn.Module, spares: SpareCopies | None) -> Rollback:
 
 
 def test_what_has_not_moved_is_not_walked_over_again() -> None:
-    model, spares = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Tanh()), SpareCopies(1 << 20)
+    model: Any = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Tanh())
+    spares = SpareCopies(1 << 20)
     first = snapshots(model, spares)
     with torch.no_grad():
         model[0].weight.add_(1)  # as an optimizer does
@@ -69,7 +70,8 @@ def test_what_has_not_moved_is_not_walked_over_again() -> None:
 
 
 def test_hooks_of_memkit_do_not_matter() -> None:
-    model, spares = nn.Sequential(nn.Linear(3, 2).bfloat16()), SpareCopies(1 << 20)
+    model: Any = nn.Sequential(nn.Linear(3, 2).bfloat16())
+    spares = SpareCopies(1 << 20)
     cast_inputs(model, torch.bfloat16)
     assert model[0]._forward_pre_hooks
     assert kept_of(snapshots(model, spares), "0") == kept_of(snapshots(model, spares), "0")
@@ -78,7 +80,8 @@ def test_hooks_of_memkit_do_not_matter() -> None:
 @pytest.mark.parametrize("within", list(CHANGES))
 @pytest.mark.parametrize("between", [None, *CHANGES])
 def test_a_step_is_undone_to_what_was_there_when_it_began(between: str | None, within: str) -> None:
-    model, spares = nn.Sequential(nn.Linear(3, 2)), SpareCopies(1 << 20)
+    model: Any = nn.Sequential(nn.Linear(3, 2))
+    spares = SpareCopies(1 << 20)
     layer: Any = model[0]
     layer.in_features = 3000
     snapshots(model, spares)
@@ -97,7 +100,8 @@ def test_a_step_is_undone_to_what_was_there_when_it_began(between: str | None, w
     "change", ["sets a number", "adds a list", "replaces a parameter", "registers a buffer"]
 )
 def test_a_step_that_changes_something_is_noticed(change: str) -> None:
-    model, spares = nn.Sequential(nn.Linear(3, 2)), SpareCopies(1 << 20)
+    model: Any = nn.Sequential(nn.Linear(3, 2))
+    spares = SpareCopies(1 << 20)
     layer: Any = model[0]
     layer.in_features = 2999
     snapshots(model, spares)
@@ -107,7 +111,8 @@ def test_a_step_that_changes_something_is_noticed(change: str) -> None:
 
 
 def test_a_module_in_another_one_s_place_is_walked_over() -> None:
-    model, spares = nn.Sequential(nn.Linear(3, 2)), SpareCopies(1 << 20)
+    model: Any = nn.Sequential(nn.Linear(3, 2))
+    spares = SpareCopies(1 << 20)
     snapshots(model, spares)
     model[0] = nn.Linear(3, 2)
     before = said(model[0])

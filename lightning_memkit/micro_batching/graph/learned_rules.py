@@ -20,6 +20,7 @@ from lightning_memkit.micro_batching.graph.term_rules import (
 
 _EPSILON = 1e-4  # relative to the smallest divisor: the most that is taken for an added epsilon
 NOTHING_COUNTS = "a term that counts nothing in the whole batch"
+UNTOLD_TERM = "a new term, of which these rows don't tell how it adds up"
 
 
 class UnlikeDivisors(str):
@@ -32,6 +33,10 @@ class UnlikeDivisors(str):
 
 class CurvedLoss(str):
     """Why a loss is no sum over its rows: the nonlinear function applied to values reduced over them."""
+
+
+class JointTerm(CurvedLoss):
+    """The term that rows have only together: the whole's loss has it, and that of none of its micro-batches."""
 
 
 def learned(
@@ -99,7 +104,7 @@ def learned(
 def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | None) -> list[TermRule] | str:
     """The rules of means that a step adds only if rows count in them, and that some of these runs lack.
 
-    A reason instead if they may be no means; or `NOTHING_COUNTS`, if other rows have to show what they are.
+    A reason instead if they may be no means; or `UNTOLD_TERM`, if other rows have to show what they are.
     """
     lacked = {name for names in named for name in names if any(name not in other for other in named)}
     found: list[TermRule] = []
@@ -113,13 +118,15 @@ def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | Non
         whole, *parts = (names.get(name, []) for names in named)
         if not whole:
             return difference_of((), [name])
+        if not any(parts):
+            return JointTerm(name.lstrip("/"))
         if any(len(group) > 1 or any(map(hidden_of, group)) for group in (whole, *parts)):
-            return NOTHING_COUNTS
+            return UNTOLD_TERM
         divisor = float(whole[0].divisor)
         counted = sum(float(term.divisor) for group in parts for term in group)
         is_told = whole[0].is_numbered or divisor > 1
         if not is_told or not divisor or abs(counted - divisor) > ALIKE * divisor or whole[0].factors:
-            return NOTHING_COUNTS
+            return UNTOLD_TERM
         found.append(TermRule(name=name, index=0, law=Law.MEAN, numbered=whole[0].is_numbered))
     return found
 

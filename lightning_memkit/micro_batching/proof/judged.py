@@ -10,7 +10,7 @@ from lightning_memkit.micro_batching import (
     find_labels,
 )
 from lightning_memkit.micro_batching.changes.alike import alike
-from lightning_memkit.micro_batching.graph.learned_rules import UnlikeDivisors
+from lightning_memkit.micro_batching.graph.learned_rules import JointTerm, UnlikeDivisors
 from lightning_memkit.micro_batching.parts.joining_rules import ways_of_weighing
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
@@ -53,6 +53,8 @@ def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
     error = outcome.miss.relative_error
     if isinstance(outcome.why, UnlikeDivisors):
         return verdicts.divided_unlike(outcome.why, error)
+    if isinstance(outcome.why, JointTerm):
+        return verdicts.joint(outcome.why)
     if outcome.why:
         return verdicts.curved(outcome.why, error)
     if outcome.bends:

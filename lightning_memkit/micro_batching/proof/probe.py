@@ -15,7 +15,7 @@ from lightning_memkit.micro_batching.parts.cut import Splitter
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
 from lightning_memkit.micro_batching.parts.partition import Combination
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
-from lightning_memkit.micro_batching.proof import verdicts
+from lightning_memkit.micro_batching.proof import row_runs, verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.judged import OpenWays, changes_verdict, mismatch_verdict
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
@@ -29,13 +29,7 @@ from lightning_memkit.micro_batching.proof.probed_rows import (
     told_apart,
     weigh_differently,
 )
-from lightning_memkit.micro_batching.proof.row_runs import (
-    ComparisonOutcome,
-    NotFiniteError,
-    NothingCountsError,
-    RowRuns,
-    Rows,
-)
+from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, RowRuns, Rows
 from lightning_memkit.micro_batching.proof.row_trials import RowTrials
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
@@ -95,6 +89,7 @@ class Weighing:
         self._is_mixed = False  # two micro-batches were compared that both count something
         self._novelties = Novelties()
         self._is_new = False  # the batch at hand has something that no batch before it had
+        self._is_untold = False  # a term was seen of which no rows have told how it adds up
 
     @property
     def proven(self) -> bool:
@@ -106,7 +101,7 @@ class Weighing:
 
     def settle(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe the batch if it needs it; afterwards `weigh_by` and `rules` hold for it."""
-        self.skipped, self._batches = False, self._batches + 1
+        self.skipped, self._batches = self._is_untold, self._batches + 1
         self._ways = self._ways.at(step.batch)
         splits = self.rules is None and self.verdict is not None and self.verdict.adds_up
         splits = splits and 0 < micro_batch_size < batch_size(step.batch)
@@ -119,7 +114,7 @@ class Weighing:
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
         self._probe(step, trials, PROBED_SAMPLES[0] if is_first else micro_batch_size)
-        if is_first or (self._is_new and not self._novelties.only_classes):
+        if is_first or self._is_untold or (self._is_new and not self._novelties.only_classes):
             self._contradict(step, trials)
 
     def _contradict(self, step: Step, trials: Trials) -> None:
@@ -135,7 +130,7 @@ class Weighing:
             if rows >= total:
                 continue
             trials.limited = rows > PROBED_SAMPLES[-1]
-            with suppress(NothingCountsError, StepFailedError):
+            with suppress(row_runs.NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, rows, place, alone=True)
                 self._settled_by(step, trials, replace(probed, is_further=True), is_last=True)
             verdict = self.verdict
@@ -178,7 +173,7 @@ class Weighing:
         # Losses that show their divisors, too: rules for logged values may hold by chance in one batch.
         few = self.probes < _PROBED_BATCHES or not self._is_mixed
         few = few or (micro_batch_size == 1 and self._smallest > 1)
-        if new or few or is_revised_after(self._batches):
+        if new or few or self._is_untold or is_revised_after(self._batches):
             return True
         return self.rules is None and weigh_differently(
             self._ways.open, step.batch, micro_batch_size, self.split
@@ -204,8 +199,9 @@ class Weighing:
                 places = _PLACES if rows < total else 1
                 self._compare(step, trials, rows, places, alone=most == 1 and self.fewest == 1)
                 return
-            except NothingCountsError as error:  # a batch that is not finite tells nothing, and runs whole
-                self.skipped = self.verdict is None or isinstance(error, NotFiniteError)
+            except row_runs.NothingCountsError as error:
+                # A batch that is not finite tells nothing, and runs whole.
+                self.skipped |= self.verdict is None or isinstance(error, row_runs.NotFiniteError)
                 return
             except StepFailedError as error:
                 # The step returned None for these rows, or its loss was not as predicted: they tell nothing.
@@ -233,7 +229,9 @@ class Weighing:
             try:
                 if self._settled_by(step, trials, probed, is_last=is_last):
                     return
-            except NothingCountsError:
+            except row_runs.NothingCountsError as error:
+                self._is_untold |= isinstance(error, row_runs.UntoldTermError)
+                self.skipped |= self._is_untold
                 if is_last:
                     raise
 
@@ -266,7 +264,7 @@ class Weighing:
                     if not is_mixed and not is_last:
                         return False
                     if not is_mixed and (self._is_mixed or any_rank(step.run, outcome.is_lone)):
-                        raise NothingCountsError  # earlier comparisons know more than these rows show
+                        raise row_runs.NothingCountsError  # earlier comparisons know more than these rows show
                     # Comparisons begin with one random state: what rows share was drawn alike in all of them.
                     drew = any_rank(step.run, level < 2 and outcome.whole.drew)
                     if drew and any_rank(step.run, runs.draw_without_rows()):
@@ -291,6 +289,8 @@ class Weighing:
             or Verdict(adds_up=True, relative_error=outcome.miss.relative_error)
         )
         self.unproven = ""
+        if outcome.rules is None or len(outcome.rules.rules) > len(self.rules.rules if self.rules else ()):
+            self._is_untold = self.skipped = False
         self.rules, self.state = outcome.rules, with_earlier(outcome.state, self.state)
         if outcome.rules is not None:
             learn_counts(probed, self.foretold, outcome, outcome.rules)

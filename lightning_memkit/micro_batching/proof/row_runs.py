@@ -38,6 +38,10 @@ class NothingCountsError(Exception):
     """The rows have no gradient, so that nothing can be learned from them."""
 
 
+class UntoldTermError(NothingCountsError):
+    """The rows' loss has a term that no rows have shown before, and they don't tell how it adds up."""
+
+
 class NotFiniteError(NothingCountsError):
     """The rows' gradient is not finite: scaled too far, or the run has diverged. Nothing can be compared with it."""
 

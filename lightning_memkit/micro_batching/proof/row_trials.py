@@ -12,6 +12,7 @@ from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
 from lightning_memkit.micro_batching.graph.learned_rules import (
     NOTHING_COUNTS,
+    UNTOLD_TERM,
     CurvedLoss,
     UnlikeDivisors,
     agreed,
@@ -32,6 +33,7 @@ from lightning_memkit.micro_batching.proof.row_runs import (
     NothingCountsError,
     RowRuns,
     TrialStep,
+    UntoldTermError,
 )
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
@@ -92,8 +94,9 @@ class RowTrials:
             of_parts = [part.terms for part in present]
             rules = learned(whole.terms, of_parts, whole.loss.dtype, known=known, looks=looks)
             is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
-        if any_rank(self._runs.step.run, rules == NOTHING_COUNTS):
-            raise NothingCountsError
+        for why, error in ((UNTOLD_TERM, UntoldTermError), (NOTHING_COUNTS, NothingCountsError)):
+            if any_rank(self._runs.step.run, rules == why):
+                raise error
         if any_rank(self._runs.step.run, is_less):
             return against(terms, known)
         rules = self._of_all_ranks(rules)

@@ -141,6 +141,16 @@ def curved(why: str, error: float) -> Verdict:
     )
 
 
+def joint(term: str) -> Verdict:
+    """Rows have a term only together; on the rows that were compared its gradients may be zero."""
+    return _refused(
+        f"the loss of some rows has a term ({term}) that the loss of neither half of them has: one between rows, or "
+        "one that a step adds for a certain number of rows",
+        f"{_WHOLE_AND_FIT}, or take such a term within each row",
+        float("inf"),
+    )
+
+
 def divided_unlike(what: str, error: float) -> Verdict:
     """A term's divisors follow no law."""
     return _refused(
