@@ -85,6 +85,7 @@ def test_both_facts_are_asked(monkeypatch, tmp_path):
         )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(card_facts, "versions", str)  # cuDNN's is asked of the card
     monkeypatch.setattr(card_facts, "record", lambda report, *args, **kwargs: report)
     monkeypatch.setattr("sys.argv", ["card_facts", "--results", str(tmp_path)])
     assert card_facts.main() == 0
