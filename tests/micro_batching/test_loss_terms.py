@@ -74,6 +74,16 @@ def test_a_new_term_that_no_half_has_is_between_rows(whole: slice, parts: Any, t
     assert learned(together, halves, known=known) == found
 
 
+def test_a_term_of_another_name_in_micro_batches_is_left_to_gradients() -> None:
+    def halves_otherwise(x: Tensor, rows: slice) -> Tensor:
+        return each(x, rows).mean() if rows == WHOLE else (each(x, rows) * torch.ones(())).mean()
+
+    whole, *parts = seen(halves_otherwise, WHOLE, *PARTS)
+    found = learned(whole, parts)
+    assert isinstance(found, str)
+    assert not isinstance(found, JointTerm)
+
+
 @pytest.mark.parametrize(
     ("loss", "divisor", "law"),
     [

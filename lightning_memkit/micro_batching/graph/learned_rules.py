@@ -106,7 +106,9 @@ def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | Non
 
     A reason instead if they may be no means; or `UNTOLD_TERM`, if other rows have to show what they are.
     """
-    lacked = {name for names in named for name in names if any(name not in other for other in named)}
+    lacked = sorted({name for names in named for name in names if any(name not in other for other in named)})
+    # Those that the whole lacks come first: one of its terms may have another name in micro-batches.
+    lacked.sort(key=lambda name: bool(named[0].get(name)))
     found: list[TermRule] = []
     for name in lacked:
         own = [rule for rule in (known.rules if known else ()) if rule.name == name]
