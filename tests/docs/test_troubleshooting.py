@@ -31,7 +31,8 @@ INNER = (
 )
 INNER += ("UnwritableError", "ConfigError")  # caught, or printed without their name
 INNER += ("UnseenValueError", "ForeseenWronglyError")  # the batch runs again
-INNER += ("NothingCountsError", "NotFiniteError", "NotCopiedError")  # other rows are taken, and another way
+INNER += ("NothingCountsError", "UntoldTermError")  # other rows are taken
+INNER += ("NotFiniteError", "NotCopiedError")  # another way is taken
 
 
 @cache
