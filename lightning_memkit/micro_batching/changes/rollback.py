@@ -58,10 +58,10 @@ class Rollback(StateWalk):
     tensors only those that it names, which the step or a hook was seen to change. A change of the others is told by
     their version counters.
 
-    With `spares`, a module that holds but tensors and plain values is not walked over again while these are the same
-    objects, and small tensors and arrays that no earlier step has changed are restored from copies made once. Not
-    seen are writes past a version counter (`.data`) on an accelerator or of more than 16 KiB, and changes of few items
-    of an array of more than 256 KiB.
+    With `spares`, a module that holds nothing but tensors and plain values is not walked over again while these
+    are the same objects, and small tensors and arrays that no earlier step has changed are restored from copies
+    made once. Not seen are writes past a version counter (`.data`) on an accelerator or of more than 16 KiB, and
+    changes of few items of an array of more than 256 KiB.
 
     Args:
         module: the module that takes the step.
