@@ -7,6 +7,7 @@ temporaries.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,15 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 16
 # Attribute of a slice that stands for a parameter: its offset in the whole.
 FIRST_ELEMENT = "_memkit_first_element"
+
+
+def quick_reads() -> AbstractContextManager[None]:
+    """A context in which `grad`, `dtype` and the like of a DTensor are read without asking its `__torch_function__`.
+
+    A step reads them of each parameter, so that asking is a good part of the host's time. See "Extending PyTorch" in
+    torch's documentation.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.blocks import quick_reads
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.comparisons import untried_error
 from lightning_memkit.optim.fused.step import fused_step
@@ -97,11 +98,12 @@ class OpenStep:
             self._advance(ready)
 
     def _advance(self, ready: Sequence[Slot]) -> None:
-        shadowed = self._engine.shadowed(ready)
         plain: list[Slot] = []
-        if len(shadowed) < len(ready):
-            plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
-        _refuse_sparse([slot.parameter for slot in shadowed])
+        with quick_reads():
+            shadowed = self._engine.shadowed(ready)
+            if len(shadowed) < len(ready):
+                plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
+            _refuse_sparse([slot.parameter for slot in shadowed])
         shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
             if self._engine.under_identity:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memkit.optim.blocks import flat_views, local_part
+from lightning_memkit.optim.blocks import flat_views, local_part, quick_reads
 from lightning_memkit.optim.methods import SLOTS, combines_over_the_model
 
 # Fixed sizes, so that a slice always starts at the same element, on which the rounding noise depends.
@@ -79,7 +79,8 @@ def slots_of_step(optimizer: Optimizer) -> list[Slot]:
 
 def with_gradients(every: list[Slot]) -> list[Slot]:
     """Those whose parameters have gradients; the same list if all have."""
-    missing = list(map(is_, [slot.parameter.grad for slot in every], repeat(None)))
+    with quick_reads():
+        missing = list(map(is_, [slot.parameter.grad for slot in every], repeat(None)))
     return (
         [slot for slot, misses in zip(every, missing, strict=True) if not misses] if any(missing) else every
     )
