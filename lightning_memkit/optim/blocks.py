@@ -22,8 +22,9 @@ FIRST_ELEMENT = "_memkit_first_element"
 def quick_reads() -> AbstractContextManager[None]:
     """A context in which `grad`, `dtype` and the like of a DTensor are read without asking its `__torch_function__`.
 
-    A step reads them of each parameter, so that asking is a good part of the host's time. See "Extending PyTorch" in
-    torch's documentation.
+    A step reads them of each parameter, so that asking is a good part of the host's time. For what is read of
+    parameters only: a gradient may be a stand-in without memory, whose `__torch_function__` is the error that says so.
+    See "Extending PyTorch" in torch's documentation.
     """
     return torch._C.DisableTorchFunctionSubclass()
 

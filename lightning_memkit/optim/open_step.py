@@ -103,7 +103,7 @@ class OpenStep:
             shadowed = self._engine.shadowed(ready)
             if len(shadowed) < len(ready):
                 plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
-            _refuse_sparse([slot.parameter for slot in shadowed])
+        _refuse_sparse([slot.parameter for slot in shadowed])
         shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
             if self._engine.under_identity:
@@ -219,7 +219,8 @@ def _of_no_parameter(optimizer: Optimizer) -> list[tuple[Any, Any]]:
 
 
 def _refuse_sparse(parameters: Sequence[Parameter]) -> None:
-    gradients = [parameter.grad for parameter in parameters]
+    with quick_reads():
+        gradients = [parameter.grad for parameter in parameters]
     sparse = [gradient for gradient in gradients if gradient is not None and gradient.is_sparse]
     if sparse:
         raise RuntimeError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.spent_gradients import GradientReader, SpentGradient, SpentGradients
 
 READER = GradientReader("Own.optimizer_step", "clip elsewhere")
@@ -34,6 +35,22 @@ USES: dict[str, Callable[[nn.Parameter], object]] = {
     "copy": lambda p: copy.deepcopy(p.grad),
     "cast": lambda p: p.grad.float(),  # pyright: ignore[reportOptionalMemberAccess]
 }
+
+
+def test_a_fused_step_refuses_stand_ins_too_and_changes_nothing() -> None:
+    """They have no memory: a kernel that took them for gradients would read from address 0."""
+    parameters = [nn.Parameter(torch.randn(8).bfloat16()) for _ in range(3)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    compensate(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.randn(8).bfloat16()
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = SpentGradient(parameter, READER)
+    with pytest.raises(RuntimeError, match="Own.optimizer_step uses the gradient of a parameter"):
+        optimizer.step()
+    assert all(map(torch.equal, parameters, before))
 
 
 @pytest.mark.parametrize("use", USES)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_memkit.optim import native
-from lightning_memkit.optim.blocks import first_element, is_sharded, local_part, shards
+from lightning_memkit.optim.blocks import first_element, is_sharded, local_part, quick_reads, shards
 from lightning_memkit.optim.fused.operands import Operands
 from lightning_memkit.optim.pieces import Slot
 
@@ -109,7 +109,8 @@ class Seats:
             if any(map(is_, column, repeat(None))) or not all(map(is_, column, [one() for one in known])):
                 return None
             kept.append(column)
-        gradients = [parameter.grad for parameter in parameters]
+        with quick_reads():
+            gradients = [parameter.grad for parameter in parameters]
         if self.kind.is_sharded:
             kept, gradients = [shards(column) for column in kept], shards(gradients)
         # Assigning to `.data` keeps a tensor's identity but may change its memory, dtype or device.

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim import native
-from lightning_memkit.optim.blocks import flat_views, local_part, quick_reads
+from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, Operands, Rule
 from lightning_memkit.optim.fused.recipes import RECIPES, Numbers, StepRecipe
 from lightning_memkit.optim.fused.seats import Seat, SeatKind, Seats, State
@@ -49,7 +49,7 @@ def take(
     recipe = RECIPES.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     if not ready or recipe is None or getattr(optimizer, "grad_scale", None) is not None:
         return [], list(ready)
-    with torch.no_grad(), quick_reads():  # with gradients, each DTensor's shard would add a node to the graph
+    with torch.no_grad():  # otherwise each DTensor's shard would add a node to the graph
         return _Taking(optimizer, mode, recipe).take(ready)
 
 
