@@ -21,8 +21,9 @@ from benchmarks._exactness_models import ROWS_ACT, Case
 from benchmarks._exactness_runs import Seen, Trace
 
 EQUAL, WHOLE, REFUSED, WARNED, DIFFERENT = "equal", "whole", "refused", "warned", "different"
+CHUNKED = "chunked"  # equal, with the batches whole and modules in chunks
 SPLIT = "split"  # where a batch was split that has no weights
-OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
+OUTCOMES = (WHOLE, CHUNKED, EQUAL, WARNED, REFUSED, DIFFERENT)
 
 # What has no gradient in a loss: the warning, and what holds the loss
 _UNTOLD = "The loss that is reported of a batch in micro-batches is not the whole batch's"
@@ -43,6 +44,8 @@ VALUES = {
     "pure-bf16": 2e-2,
     "lora": 2e-2,
 }  # logged values and outputs
+
+_ROUNDED = {"float64": 1e-13, "float32": 1e-6}  # of the largest gradient: what is smaller is rounding
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ def judge(
     shows_all = dtype == "float64" and not (case.float32_loss or others)
     if split and case.truth == ROWS_ACT and not case.warned and not shows_all:
         return Verdict(DIFFERENT, SPLIT, "rows act on each other, and no dtype hides that", 0, split)
-    return Verdict(EQUAL if split else WHOLE, worst.where, worst.text, split=split)
+    outcome = EQUAL if split else CHUNKED if run.in_chunks else WHOLE
+    return Verdict(outcome, worst.where, worst.text, split=split)
 
 
 def _of_error(run: Trace, case: Case, noise: "Noise") -> Verdict:
@@ -237,6 +241,8 @@ class Noise:
                     continue
                 off, size = float((ours[name] - theirs[name]).norm()), float(theirs[name].norm())
                 allowed = self._exact * max(size, 1e-3) if self._dtype == "float64" else 0.0
+                if name in self.rounded:  # whatever it is, it is to stay rounding
+                    allowed = max(allowed, _ROUNDED[self._dtype] * max(map(_largest, theirs.values())))
                 if self._others:
                     allowed += NOISE[self._dtype] * self._off_gradient(name) + 4 * STORED[self._dtype] * max(
                         size, 1e-3
@@ -328,7 +334,7 @@ def _rounded(plain: Trace, dtype: str) -> frozenset[str]:
 
     A bias before a normalization: an optimizer that divides by the gradient's own size makes steps of it.
     """
-    share = {"float64": 1e-13, "float32": 1e-6}.get(dtype)
+    share = _ROUNDED.get(dtype)
     names = {name for seen in plain.gradients for name in seen} if share is not None else set()
     return frozenset(
         name

@@ -52,6 +52,7 @@ class Trace:
         ours: whether memkit raised it as its own.
         at_step: the batch, over all epochs, at which it was raised.
         warned: the texts of all warnings.
+        in_chunks: whether any batch ran whole with modules in chunks.
     """
 
     start: Seen = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Trace:
     ours: bool = False
     at_step: int = 0
     warned: list[str] = field(default_factory=list)
+    in_chunks: bool = False
 
 
 class Recorder(Callback):
@@ -181,9 +183,12 @@ def rescaled(case: Case, seed: int, dtype: str, scales: Sequence[float]) -> list
     return [train(case, seed, dtype, Rescaled(scale)) for scale in scales]
 
 
-def jittered(case: Case, seed: int, dtype: str) -> list[Trace]:
-    """Unsplit runs whose gradients are off by roundings; none where rows act on each other, which these could hide."""
-    if case.truth == ROWS_ACT or dtype not in ROUNDINGS:
+def jittered(case: Case, seed: int, dtype: str, *, in_chunks: bool = False) -> list[Trace]:
+    """Unsplit runs whose gradients are off by roundings.
+
+    None where rows act on each other, which these could hide, unless all batches ran whole, their modules in chunks.
+    """
+    if dtype not in ROUNDINGS or (case.truth == ROWS_ACT and not in_chunks):
         return []
     return [train(case, seed, dtype, Jittered(number, ROUNDINGS[dtype])) for number in range(JITTERS)]
 

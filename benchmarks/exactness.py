@@ -136,10 +136,15 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
     for size in sizes:
         budget = MemoryBudget("1GiB", micro_batch_size=size)
         ours = train(case, seed, dtype, budget)
+        ours.in_chunks = any(change.chunk_rows is not None for change in budget.history)
         verdict = judge(case, dtype, ours, plain, others)
         if verdict.outcome == DIFFERENT and ours.error is None:
             # A hinge or an optimizer may make much of a rounding: ask more runs that only round otherwise.
-            others += [*rescaled(case, seed, dtype, MORE_SCALES), *jittered(case, seed, dtype)]
+            in_chunks = ours.in_chunks and not ours.split_at
+            others += [
+                *rescaled(case, seed, dtype, MORE_SCALES),
+                *jittered(case, seed, dtype, in_chunks=in_chunks),
+            ]
             taken = (
                 [size] if isinstance(size, int) else {change.micro_batch_size for change in budget.history}
             )

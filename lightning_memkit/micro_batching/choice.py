@@ -147,9 +147,13 @@ class PartsChoice:
         return sizing
 
     def _sized(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """Measure a size and set it; that of the whole batch where the loss can't be split."""
+        """Set the whole batch where it can't be split; else a known size, the most that fits, or a row in chunks."""
         partition, total = self._runner.partition, batch_size(step.batch)
-        sizing = self._size(step, foreseen)
+        self._whole.look_for_given(step, self._mismatch)
+        if self._mismatch and self._runs_whole:
+            sizing = self._whole.sizing(step, self._mismatch)
+        else:
+            sizing = self._long_rows.unless_fits(step, lambda: self.known.size(step, foreseen), foreseen)
         self._sized_for = int(largest_of_ranks(step.run, [total])[0])
         partition.resize(self.known.for_later(sizing, self._sized_for))
         self._check(step, splits=sizing.micro_batch_size < total)
@@ -240,13 +244,7 @@ class PartsChoice:
     @property
     def _runs_whole(self) -> bool:
         """Whether a batch that can't be split may run whole; else the user's size, which splits it, is refused."""
-        return self._options.wants_proof and (self._options.has_open_size or bool(self.weighing.unproven))
-
-    def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """The whole batch where it can't be split; else a known size, or the largest that fits, or a row in chunks."""
-        if self._mismatch and self._runs_whole:
-            return self._whole.sizing(step, self._mismatch)
-        return self._long_rows.unless_fits(step, lambda: self.known.size(step, foreseen), foreseen)
+        return self._options.wants_proof and (self._whole.may_run or bool(self.weighing.unproven))
 
     def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
         """Times sizes, where the size is open and the loss is known to add up; else None."""
@@ -263,6 +261,7 @@ class PartsChoice:
         self.weighing.settle(step, self._trials, size)
         self._runner.whole.due |= self.weighing.probes != probes
         self._take_over(step)
+        self._whole.look_for_given(step, self._mismatch)
 
     def _take_over(self, step: Step) -> None:
         weighing, partition = self.weighing, self._runner.partition
@@ -287,11 +286,12 @@ class PartsChoice:
                 self._warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}")
             return
         if splits and not (self.tuning is not None and self.tuning.keep_whole()):
-            raise BudgetError(text) from self._whole.failure_in_parts(step, self.weighing.verdict)
+            failure = self._whole.failure_in_parts(step, self.weighing.verdict)
+            raise BudgetError(text + self._whole.why_none()) from failure
         self._runner.partition.stop_splitting(text)
         if self._runs_whole:
             self._runner.partition.resize(WHOLE)
-            if not options.has_open_size and (size := int(options.micro_batch_size)) < self._sized_for:
+            if not self._whole.may_run and (size := int(options.micro_batch_size)) < self._sized_for:
                 self._warn(f"MemoryBudget runs batches whole, not in micro-batches of {size}: {text}")
 
     def _warn(self, text: str) -> None:

@@ -91,4 +91,4 @@ def test_a_split_that_is_right_is_taken() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_one_that_is_wrong_is_refused() -> None:
     with pytest.raises(BudgetError):
-        fit(MemoryBudget(BUDGET, micro_batch_size=2), module=Contrastive(), data=images())
+        fit(MemoryBudget(BUDGET, micro_batch_size=2, within="step"), module=Contrastive(), data=images())

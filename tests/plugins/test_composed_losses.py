@@ -187,7 +187,7 @@ CLAMPED = ("clamped",)
 def test_a_constant_beside_a_kept_mean_below_a_learned_factor_is_refused(tree: Tree, size: int) -> None:
     """Micro-batches divided by more than they count weigh more than one between them: the factor learned from that."""
     with pytest.raises(BudgetError, match="scales a constant together with a mean"):
-        run(tree, MemoryBudget("1GiB", micro_batch_size=size))
+        run(tree, MemoryBudget("1GiB", micro_batch_size=size, within="step"))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -203,7 +203,7 @@ def test_a_constant_beside_a_kept_mean_below_a_learned_factor_is_refused(tree: T
 )
 @pytest.mark.sampled(4)
 def test_it_is_split_where_the_factor_sees_no_constant_or_the_mean_is_not_kept(tree: Tree, size: int) -> None:
-    split = run(tree, MemoryBudget("1GiB", micro_batch_size=size))
+    split = run(tree, MemoryBudget("1GiB", micro_batch_size=size, within="step"))
     torch.testing.assert_close(weights(split), weights(run(tree)), rtol=1e-9, atol=1e-11)
 
 

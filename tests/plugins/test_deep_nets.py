@@ -43,7 +43,7 @@ class Deep(LightningModule):
 
 def fitted(seed: int, coupling: float = 0.0) -> MemoryBudget:
     torch.manual_seed(seed)
-    module, budget = Deep(coupling), MemoryBudget("1GiB", micro_batch_size=5)
+    module, budget = Deep(coupling), MemoryBudget("1GiB", micro_batch_size=5, within="step")
     data = TensorDataset(torch.randn(3 * ROWS, WIDTH), torch.arange(3 * ROWS) % CLASSES)
     trainer(budget, max_epochs=1, enable_progress_bar=False).fit(module, DataLoader(data, batch_size=ROWS))
     return budget

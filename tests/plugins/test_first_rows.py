@@ -47,7 +47,9 @@ def fitted(net: Net, size: Any, **options: Any) -> tuple[Net, str]:
     for parameter in net.parameters():
         nn.init.uniform_(parameter, -0.4, 0.4)
     x, y = torch.randn(4 * ROWS, 6), torch.randint(0, 4, (4 * ROWS,))
-    callbacks = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, **options)]
+    callbacks = (
+        [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step", **options)]
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(*callbacks, max_epochs=1, max_steps=-1).fit(net, DataLoader(TensorDataset(x, y), ROWS))

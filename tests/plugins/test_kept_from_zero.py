@@ -132,7 +132,7 @@ def trained(
     module = Detector(loss).double()
     x = torch.randn(ROWS * BATCHES, 6, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (ROWS * BATCHES,))
-    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, **options)]
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step", **options)]
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(budget),
@@ -418,23 +418,23 @@ def halved(module: Detector, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [by_own_weights, masked, hinge])
 def test_looking_at_a_batch_keeps_the_budget(loss: Loss, size: int) -> None:
     """Where the whole batch does not fit, two micro-batches as one tell of what adds up."""
-    ours = of_wide_rows(loss, MemoryBudget("3MiB", micro_batch_size=size))
+    ours = of_wide_rows(loss, MemoryBudget("3MiB", micro_batch_size=size, within="step"))
     torch.testing.assert_close(ours, of_wide_rows(loss), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_divisor_of_no_law_needs_a_whole_batch_that_fits(size: int) -> None:
     with pytest.raises(BudgetError, match="can't be run as one"):
-        of_wide_rows(by_the_root, MemoryBudget("3MiB", micro_batch_size=size))
+        of_wide_rows(by_the_root, MemoryBudget("3MiB", micro_batch_size=size, within="step"))
 
 
 def test_what_is_taken_for_a_sum_without_the_whole_batch_is_said() -> None:
     with pytest.warns(UserWarning, match="takes a term of the loss for a sum"):
-        ours = of_wide_rows(halved, MemoryBudget("3MiB", micro_batch_size=4))
+        ours = of_wide_rows(halved, MemoryBudget("3MiB", micro_batch_size=4, within="step"))
     torch.testing.assert_close(ours, of_wide_rows(halved), rtol=0, atol=1e-12)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*takes a term of the loss for a sum")
-        of_wide_rows(halved, MemoryBudget("1GiB", micro_batch_size=4))
+        of_wide_rows(halved, MemoryBudget("1GiB", micro_batch_size=4, within="step"))
 
 
 def test_a_seeming_sum_of_two_micro_batches_that_differ_needs_the_whole() -> None:

@@ -85,7 +85,7 @@ def fit(
 ) -> Net:
     torch.manual_seed(1)
     module = kind(step)
-    callbacks: list[Callback] = [] if size is None else [Faulty("1GiB", micro_batch_size=size)]
+    callbacks: list[Callback] = [] if size is None else [Faulty("1GiB", micro_batch_size=size, within="step")]
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
     if fault is None:

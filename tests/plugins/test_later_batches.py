@@ -85,7 +85,7 @@ def fitted(
 ) -> tuple[list[Tensor], Exception | None]:
     """The weights after each step, and the error that ended the run."""
     seen = Weights()
-    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size)]  # pyright: ignore[reportArgumentType]
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]  # pyright: ignore[reportArgumentType]
     error = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -60,7 +60,7 @@ def fit(loss: Any, size: Any, *, dropout: float = 0.0, dtype: Any = torch.float6
     torch.manual_seed(0)
     net = Net(loss, dropout).to(dtype)
     x, y = torch.randn(4 * ROWS, 6, dtype=dtype), torch.randint(0, 4, (4 * ROWS,))
-    callbacks = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size)]
+    callbacks = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]
     trainer(*callbacks, max_epochs=1, max_steps=-1).fit(net, DataLoader(TensorDataset(x, y), ROWS))
     return net
 

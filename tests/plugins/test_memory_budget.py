@@ -230,7 +230,7 @@ def test_a_state_that_is_handed_on_from_batch_to_batch_is_refused_by_name(rows: 
         BudgetError, match=r"hands values on to the next one, in .*hidden.*keep the batch whole"
     ):
         trained(
-            MemoryBudget("1GiB", micro_batch_size=2),
+            MemoryBudget("1GiB", micro_batch_size=2, within="step"),
             module=lambda: Recurrent(rows),
             data=vectors(),
             max_steps=2,

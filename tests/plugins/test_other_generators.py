@@ -75,7 +75,7 @@ ONCE: dict[str, Any] = {
 @pytest.mark.parametrize("draw", ONCE.values(), ids=ONCE)
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_micro_batch_draws_what_its_batch_would(draw: Any, size: int) -> None:
-    whole, split = fitted(draw), fitted(draw, MemoryBudget("1GiB", micro_batch_size=size))
+    whole, split = fitted(draw), fitted(draw, MemoryBudget("1GiB", micro_batch_size=size, within="step"))
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
     assert split.losses == pytest.approx(whole.losses, rel=1e-12)
     assert split.after == whole.after  # what is drawn next is the same, too
@@ -92,7 +92,7 @@ BY_ROWS: dict[str, Any] = {
 def test_draws_for_each_row_run_whole(draw: Any) -> None:
     whole = fitted(draw)
     with pytest.warns(UserWarning, match="runs batches whole, .* random numbers of its own"):
-        split = fitted(draw, MemoryBudget("1GiB", micro_batch_size=3))
+        split = fitted(draw, MemoryBudget("1GiB", micro_batch_size=3, within="step"))
     assert torch.equal(weights(split), weights(whole))
 
 
@@ -103,7 +103,7 @@ def test_draws_that_depend_on_rows_from_a_later_batch_on_run_whole_from_there() 
 
     whole = fitted(draw)
     with pytest.warns(UserWarning, match="more often for some rows|random numbers of its own"):
-        split = fitted(draw, MemoryBudget("1GiB", micro_batch_size=3))
+        split = fitted(draw, MemoryBudget("1GiB", micro_batch_size=3, within="step"))
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
 
 
@@ -111,7 +111,7 @@ def test_a_generator_that_no_trial_can_know_runs_whole() -> None:
     with pytest.warns(UserWarning, match="runs batches whole, .* random numbers of its own"):
         fitted(
             lambda module, x, batch_idx: float(OUTSIDE[0].beta(1, 1)),
-            MemoryBudget("1GiB", micro_batch_size=3),
+            MemoryBudget("1GiB", micro_batch_size=3, within="step"),
         )
 
 
@@ -159,7 +159,7 @@ def noisy(draw: Any, *callbacks: Any) -> Noisy:
     ],
 )
 def test_noise_for_each_row_of_an_own_generator_of_torch_s_is_split(draw: Any) -> None:
-    module = noisy(draw, MemoryBudget("1GiB", micro_batch_size=3))
+    module = noisy(draw, MemoryBudget("1GiB", micro_batch_size=3, within="step"))
     assert ROWS[-3:] == [3, 3, 2]
     drawn = torch.Generator().manual_seed(3)
     for _ in range(4):
@@ -174,5 +174,5 @@ def test_one_number_for_all_rows_of_an_own_generator_of_torch_s_runs_whole() -> 
 
     whole = noisy(draw)
     with pytest.warns(UserWarning, match="runs batches whole, .* random numbers of its own"):
-        split = noisy(draw, MemoryBudget("1GiB", micro_batch_size=3))
+        split = noisy(draw, MemoryBudget("1GiB", micro_batch_size=3, within="step"))
     assert torch.equal(weights(split), weights(whole))

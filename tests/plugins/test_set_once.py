@@ -60,7 +60,7 @@ def fit(step: Step, size: int | None) -> Net:
     ]
     torch.manual_seed(1)
     module = Net(step)
-    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size)]
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]
     trainer(*budget, max_steps=STEPS).fit(module, DataLoader(data, batch_size=8))
     return module
 

@@ -69,7 +69,7 @@ def rows() -> DataLoader:
 def run(
     loss: Loss, prepare: Callable[[Classifier], None] | None = None, size: Any = None
 ) -> tuple[Any, MemoryBudget | None, dict[str, Tensor]]:
-    budget = None if size is None else MemoryBudget("1GiB", micro_batch_size=size)
+    budget = None if size is None else MemoryBudget("1GiB", micro_batch_size=size, within="step")
     module, fitted = trained(
         *([] if budget is None else [budget]),
         module=lambda: Classifier(loss, prepare),

@@ -72,7 +72,7 @@ def fit(kind: type[Net], *callbacks: Callback) -> Net:
 
 
 def fit_split(kind: type[Net], size: int = 3) -> Net:
-    return fit(kind, MemoryBudget("1GiB", micro_batch_size=size))
+    return fit(kind, MemoryBudget("1GiB", micro_batch_size=size, within="step"))
 
 
 def fit_failing(kind: type[Net]) -> Net:

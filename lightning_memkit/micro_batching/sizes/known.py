@@ -74,13 +74,12 @@ class KnownSizes:
             BudgetError: not even one row at a time fits, or the user's number does not.
         """
         user, known = self._options.micro_batch_size, rows or self._resumed.get("chunk_rows")
-        given = user if self._options.within == "modules" else "auto"
         hints, total = (
             SizeHints(remembered=known),
             int(largest_of_ranks(step.run, [batch_size(step.batch)])[0]),
         )
         search = ChunkSearch(modules=chunks, axis="rows", most=total, rows=total)
-        return choose_size(step, self._trials, self._options, given=given, hints=hints, chunks=search)
+        return choose_size(step, self._trials, self._options, given=user, hints=hints, chunks=search)
 
     def whole(self, step: Step, *, why: str) -> Sizing:
         """Verify a batch that has no rows to split.

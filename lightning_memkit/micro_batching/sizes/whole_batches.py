@@ -11,6 +11,7 @@ from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.verdicts import without_remedy
+from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.long_rows import LongRows
@@ -28,6 +29,9 @@ class WholeBatches:
         known: measures peaks.
         long_rows: makes room where even chunks of one row don't fit.
         resumed: the state of the run that is resumed, whose chunks are used again.
+
+    Attributes:
+        may_run: the user has given no size that would split them, or it has become the rows of a chunk.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class WholeBatches:
         self._options, self._runner, self._trials, self._known = options, runner, trials, known
         self._long_rows = long_rows
         self._resumed = resumed
+        self.may_run = options.has_open_size
 
     def sizing(self, step: Step, mismatch: str) -> Sizing:
         """Measure the whole batch; where it does not fit, find modules and the most rows of a chunk that fit.
@@ -56,7 +61,7 @@ class WholeBatches:
             BudgetError: it fits in neither way.
         """
         partition = self._runner.partition
-        is_given = self._options.within == "modules" and self._options.micro_batch_size != "auto"
+        is_given = self._options.micro_batch_size != "auto" and self._options.within != "step"
         had = partition.chunk_rows is not None or bool(self._resumed.get("chunk_rows"))
         if self._long_rows.in_use:
             self._find(step)
@@ -72,11 +77,11 @@ class WholeBatches:
             sizing = self._of_tokens(step, mismatch)
             if sizing is not None:
                 return sizing
-            raise BudgetError(f"{mismatch} Whole it does not fit: {error}{self._why_none()}") from None
-        if is_given:
+            raise BudgetError(f"{mismatch} Whole it does not fit: {error}{self.why_none()}") from None
+        if is_given and self._options.within == "modules":
             warnings.warn(
                 f"micro_batch_size={self._options.micro_batch_size} has no effect, and batches run whole."
-                f"{self._why_none()}",
+                f"{self.why_none()}",
                 NoEffectWarning,
                 stacklevel=2,
             )
@@ -107,8 +112,8 @@ class WholeBatches:
         except BudgetError as error:
             raise BudgetError(f"{mismatch} Whole it does not fit: {error}") from None
 
-    def _why_none(self) -> str:
-        """Why no modules run in chunks."""
+    def why_none(self) -> str:
+        """Why no modules run in chunks; empty where they were not to."""
         if self._options.within == "step":
             return ""
         return self._runner.chunks.fails or " No module in it treats its rows independently."
@@ -136,6 +141,14 @@ class WholeBatches:
             return False
         partition.run_in_chunks((batch_size(step.batch) + 1) // 2)
         return True
+
+    def look_for_given(self, step: Step, mismatch: str) -> None:
+        """Where the user's size would split a batch that can't be, look for modules to run in chunks of that size."""
+        options = self._options
+        # Of several batches that are weighed as one, no loss of its own is exact.
+        if mismatch and options.wants_proof and options.effective_batch_size is None and not self.may_run:
+            rows = int(largest_of_ranks(step.run, [batch_size(step.batch)])[0])
+            self.may_run = rows > int(options.micro_batch_size) and self._find(step)
 
     def _find(self, step: Step) -> bool:
         return self._options.within != "step" and self._runner.chunks.find(step, self._trials, "rows")

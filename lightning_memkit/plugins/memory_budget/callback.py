@@ -54,7 +54,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             bytes, or `"auto"` (what is free when training starts plus what this process already holds on the
             GPU). On CPU the bytes of tensors are counted.
         micro_batch_size: the most samples in a micro-batch, or `"auto"`: the fastest size that fits, found by
-            timing the first training steps.
+            timing the first training steps. Where a loss can't be split, the most rows in a chunk of a module.
         effective_batch_size: samples in an optimizer step, if more than in a loader batch: loader batches are
             accumulated with exact weights. Must be a multiple of the loader's batch size.
         weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see
