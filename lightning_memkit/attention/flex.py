@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_memkit.attention.documents import Documents, OfLastBatch, numbers_of
 from lightning_memkit.attention.flex_blocks import block_tables
 from lightning_memkit.attention.in_torch import loop
+from lightning_memkit.utilities.tensors import sent
 
 _masks = OfLastBatch()
 
@@ -72,7 +73,7 @@ def _score_change(documents: Documents, device: torch.device) -> Any:
     if not documents.changes_scores:
         return None
     # A tensor: a float would become a symbol of the compiled kernel, which does not accept one.
-    softcap = None if documents.softcap is None else torch.tensor(documents.softcap, device=device)
+    softcap = _there(documents.softcap, device)
 
     def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if softcap is not None:
@@ -97,7 +98,7 @@ def _made(documents: Documents, query: Tensor) -> Any:
     numbers = numbers_of(documents.cu_seqlens.to(device), batch, tokens).flatten()
     numbers = numbers.to(torch.int32)  # half as many bytes
     # A tensor, as above; and two comparisons, since a compiled mask's C++ has no abs of integers.
-    window = None if documents.window is None else torch.tensor(documents.window, device=device)
+    window = _there(documents.window, device)
 
     def seen(row: Tensor, head: Tensor, query_place: Tensor, key_place: Tensor) -> Tensor:
         mask = numbers[query_place] == numbers[key_place]
@@ -108,10 +109,10 @@ def _made(documents: Documents, query: Tensor) -> Any:
         return mask
 
     def there(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, copy=True)[None, None]
+        return sent(torch.from_numpy(array), device)[None, None]
 
     def places(array: np.ndarray) -> Tensor:
-        return there(array) if device.type != "cpu" else torch.from_numpy(_as_wide_as_long(array))[None, None]
+        return there(array if device.type != "cpu" else _as_wide_as_long(array))
 
     return BlockMask(
         seq_lengths=(batch * tokens, batch * tokens),
@@ -126,6 +127,11 @@ def _made(documents: Documents, query: Tensor) -> Any:
         BLOCK_SIZE=(tables.size, tables.size),
         mask_mod=seen,
     )
+
+
+def _there(value: float | None, device: torch.device) -> Tensor | None:
+    """A number on the device, filled in there: a copy from the host would wait for the device."""
+    return None if value is None else torch.full((), value, device=device)
 
 
 def _as_wide_as_long(places: np.ndarray) -> np.ndarray:

@@ -56,6 +56,15 @@ def choose(
     return _kernel(backend, terms)
 
 
+def refuse_skipping(backend: str, *, skips: bool) -> None:
+    """Raise for a kernel of another package that is not to skip ignored tokens: it decides that by itself."""
+    if not skips and backend not in ("auto", "memkit"):
+        raise ValueError(
+            f'skip_ignored=False with backend="{backend}": this kernel decides by itself, and may wait for the '
+            'device; use backend="memkit", or leave skip_ignored out.'
+        )
+
+
 @lru_cache
 def _automatic(reduction: str, device: torch.device, dtype: torch.dtype, terms: HeadTerms) -> str | None:
     """The first kernel that is installed, supports the options and is right; warns once of one that is wrong."""

@@ -275,7 +275,9 @@ def _allocated(problem: HeadProblem, wanted: Wanted) -> HeadGradients:
 
 def _column(values: Tensor | float, like: Tensor) -> Tensor:
     """The values, one per token or one for all, as [tokens, 1]."""
-    values = torch.as_tensor(values, dtype=like.dtype, device=like.device)
+    if not isinstance(values, Tensor):
+        return torch.full_like(like, values)  # made there: a copy from the host would wait for the device
+    values = values.to(like)
     return values[:, None] if values.ndim else values.expand_as(like)
 
 

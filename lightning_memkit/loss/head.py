@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memkit.loss.backends import Backend, choose
+from lightning_memkit.loss.backends import Backend, choose, refuse_skipping
 from lightning_memkit.loss.chunks import HeadTerms
 from lightning_memkit.loss.head_function import ChunkPlan, LinearCrossEntropy
 from lightning_memkit.memory.units import parse_bytes
@@ -36,6 +36,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     backend: Backend = "auto",
     chunk_bytes: int | str | None = None,
+    skip_ignored: bool = True,
 ) -> Tensor:
     """The loss of `cross_entropy(linear(hidden, weight, bias).float(), labels)` without the logits in memory.
 
@@ -67,6 +68,9 @@ def linear_cross_entropy(
             right, else memkit.
         chunk_bytes: size of the logit buffers, such as `"64MiB"`; None: a third of the weight's size in
             float32, at least 32 MiB. For `"memkit"` only.
+        skip_ignored: False: tokens that don't count take part in the products, with weight 0, and the host does
+            not wait for a GPU. For batches where few are ignored, and for CUDA graphs, in which nothing can wait.
+            On a GPU a label outside the vocabulary then fails there. `"memkit"` only; `"auto"` takes it.
 
     Returns:
         The loss in float32 (float64 for float64); NaN for the mean over no labels, as in torch.
@@ -80,14 +84,14 @@ def linear_cross_entropy(
     """
     terms = HeadTerms(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale)
     _check(hidden, weight, labels, bias)
-    _check_options(reduction, count, backend)
+    _check_options(reduction, count, backend, skips=skip_ignored)
     if shift and labels.ndim == 0:
         raise ValueError(
             "shift=True with a single label: it has no next one; pass rows of tokens, or shift=False."
         )
     targets = _shifted(labels, ignore_index) if shift else labels
     flat = targets.reshape(-1)
-    rows = _counted_rows(flat, ignore_index, weight.size(0))
+    rows, kept, tokens = _counted(flat, ignore_index, weight.size(0), skips=skip_ignored)
     plan = ChunkPlan(
         terms=terms,
         dtype=_product_dtype(hidden, weight, bias),
@@ -95,11 +99,9 @@ def linear_cross_entropy(
         chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes),
         gradients=torch.is_grad_enabled(),
     )
-    tokens = flat.numel() if rows is None else rows.numel()
     divisor = tokens if reduction == "mean" and count is None else 1 if count is None else count
-    kept = flat.long() if rows is None else flat[rows].long()
     kernel = None
-    if tokens and not isinstance(hidden, FakeTensor):
+    if skip_ignored and tokens and not isinstance(hidden, FakeTensor):
         kernel = choose(backend, "none" if plan.by_token else "sum", hidden, plan.dtype, terms)
     states = hidden.reshape(-1, hidden.size(-1))
     if kernel is None:
@@ -112,7 +114,7 @@ def linear_cross_entropy(
         loss = losses if plan.by_token else losses / divisor
     if not plan.by_token:
         return loss
-    if rows is not None:
+    if skip_ignored and rows is not None:
         loss = loss.new_zeros(flat.numel()).index_copy(0, rows, loss)
     return loss.view(labels.shape)
 
@@ -121,6 +123,18 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
     return shifted
+
+
+def _counted(
+    labels: Tensor, ignore_index: int, vocabulary: int, *, skips: bool
+) -> tuple[Tensor | None, Tensor, Tensor | int]:
+    """What `LinearCrossEntropy` takes of the labels: rows, or a mask; theirs, within bounds; and how many count."""
+    rows = _counted_rows(labels, ignore_index, vocabulary) if skips or labels.device.type == "cpu" else None
+    if skips:
+        kept = labels if rows is None else labels[rows]
+        return rows, kept.long(), kept.numel()
+    counts = labels != ignore_index
+    return counts, torch.where(counts, labels, 0).long(), counts.sum()
 
 
 def _counted_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor | None:
@@ -192,7 +206,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) 
         )
 
 
-def _check_options(reduction: str, count: Any, backend: str) -> None:
+def _check_options(reduction: str, count: Any, backend: str, *, skips: bool) -> None:
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r} is unknown; choose one of {get_args(Reduction)}.")
     if count is not None and reduction != "mean":
@@ -206,3 +220,4 @@ def _check_options(reduction: str, count: Any, backend: str) -> None:
         )
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")
+    refuse_skipping(backend, skips=skips)

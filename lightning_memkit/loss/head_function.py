@@ -46,7 +46,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         divisor: Tensor | float,
         plan: ChunkPlan,
     ) -> Tensor:
-        """The loss of the tokens that count; also computes gradients, unless they need backward's factor."""
+        """The loss of the tokens that count; also computes gradients, unless they need backward's factor.
+
+        `rows` are the places of these tokens, `labels` theirs alone; or a mask of them, `labels` those of all.
+        """
         ctx.plan, ctx.divisor = plan, divisor
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
         ctx.gradients = None
@@ -84,6 +87,8 @@ def _run(
     """Losses and gradients of the tokens that count; the hidden states' gradient has a row for every token."""
     hidden, weight, bias, labels, rows = tensors
     plan: ChunkPlan = ctx.plan
+    mask = rows if rows is not None and rows.dtype is torch.bool else None
+    rows = rows if mask is None else None
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         problem = HeadProblem(
@@ -94,7 +99,13 @@ def _run(
             terms=plan.terms,
             chunk_bytes=plan.chunk_bytes,
         )
+        if mask is not None:
+            given = (
+                share if isinstance(share, Tensor) else hidden.new_full((), share, dtype=problem.sum_dtype)
+            )
+            share = torch.where(mask, given, 0)
         losses, gradients = losses_and_gradients(problem, wanted, share)
+        losses = losses if mask is None else torch.where(mask, losses, 0)
     if rows is not None and gradients.hidden is not None:
         whole = gradients.hidden.new_zeros(hidden.shape).index_copy_(0, rows, gradients.hidden)
         gradients = replace(gradients, hidden=whole)

@@ -1,15 +1,14 @@
 """Logits that are computed only when something reads them; `F.cross_entropy` uses the hidden states instead."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memkit.loss.backends import Backend
 from lightning_memkit.loss.head import linear_cross_entropy
 from lightning_memkit.memory.meter import unmetered
 
@@ -40,7 +39,7 @@ class LogitsRecipe:
         outer: the factor of the tanh; None: no tanh.
         classes_second: dimensions 1 and 2 are swapped, as `F.cross_entropy` expects it for sequences.
         detached: no gradient flows back to the head.
-        backend: that of `linear_cross_entropy`.
+        options: `backend` and `skip_ignored` of `linear_cross_entropy`.
         report: called with the operation that forced the logits to be computed.
     """
 
@@ -51,7 +50,7 @@ class LogitsRecipe:
     outer: float | None = None
     classes_second: bool = False
     detached: bool = False
-    backend: Backend = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
     report: Callable[[str, Tensor], None] = lambda name, logits: None
 
     def loss(self, labels: Tensor, **options: Any) -> Tensor:
@@ -59,7 +58,7 @@ class LogitsRecipe:
         head: Any = self.head
         # outer * tanh(inner * x) caps logits scaled by inner * outer at `outer`.
         scale = self.inner if self.outer is None else self.inner * self.outer
-        options |= {"scale": scale, "softcap": self.outer, "backend": self.backend}
+        options |= {"scale": scale, "softcap": self.outer, **self.options}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
             return linear_cross_entropy(self.hidden, head.weight, labels, bias=head.bias, **options)
 
@@ -132,7 +131,7 @@ def lazy_linear(
     head: nn.Module,
     plain: Callable[[Tensor], Tensor],
     hidden: Tensor,
-    backend: Backend,
+    options: Mapping[str, Any],
     report: Callable[[str, Tensor], None],
 ) -> LazyLogits:
     """The output of a linear head for hidden states, not computed yet.
@@ -141,7 +140,7 @@ def lazy_linear(
         head: the layer, with `weight` [vocabulary, features] and `bias`.
         plain: its own forward.
         hidden: [..., features].
-        backend: that of `linear_cross_entropy`.
+        options: `backend` and `skip_ignored` of `linear_cross_entropy`.
         report: called with the name of an operation that forced the logits to be computed, and the logits.
     """
     kind = hidden.device.type
@@ -159,7 +158,7 @@ def lazy_linear(
         with torch.set_grad_enabled(enabled), torch.autocast(kind, dtype=cast_dtype, enabled=cast):
             return plain(hidden)
 
-    recipe = LogitsRecipe(head=head, hidden=hidden, compute=compute, backend=backend, report=report)
+    recipe = LogitsRecipe(head=head, hidden=hidden, compute=compute, options=options, report=report)
     weight: Any = head.weight
     double = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = cast_dtype if cast and not double else hidden.dtype

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memkit.loss.backends import Backend
+from lightning_memkit.loss.backends import Backend, refuse_skipping
 from lightning_memkit.loss.lazy_logits import lazy_linear
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.errors import NoEffectWarning
@@ -44,7 +44,11 @@ class _Switch:
 
 
 def use_chunked_loss(
-    module: nn.Module, *, heads: Sequence[str] | None = None, backend: Backend = "auto"
+    module: nn.Module,
+    *,
+    heads: Sequence[str] | None = None,
+    backend: Backend = "auto",
+    skip_ignored: bool = True,
 ) -> Callable[[], None]:
     """Compute a model's own loss without its logits in memory; costs what `linear_cross_entropy` does.
 
@@ -59,6 +63,7 @@ def use_chunked_loss(
             `F.cross_entropy`, used instead of the heads of transformers models. They are lazy in every
             forward.
         backend: that of `linear_cross_entropy`.
+        skip_ignored: that of `linear_cross_entropy`; False: the loss does not wait for a GPU.
 
     Returns:
         The undo: a function that restores the forwards.
@@ -67,14 +72,15 @@ def use_chunked_loss(
         ValueError: no head was found; one is not a plain `nn.Linear`, is quantised, is patched already, or is
             compiled, alone or with the module that holds it; or an option is unknown.
     """
-    refuse_options(heads, backend)
+    refuse_options(heads, backend, skips=skip_ignored)
     models = list(_models(module)) if heads is None else []
     found = _named_heads(module, heads) if heads is not None else _heads_of(models)
     _refuse_compiled(module, found)
     for name, head in found.items():
         _refuse(name, head)
     switch = _Switch()
-    patched = [_patch_head(name, head, switch, heads is None, backend) for name, head in found.items()]
+    options = {"backend": backend, "skip_ignored": skip_ignored}
+    patched = [_patch_head(name, head, switch, heads is None, options) for name, head in found.items()]
     patched += [_patch_model(model, switch) for _, model in models]
 
     def undo() -> None:
@@ -85,12 +91,13 @@ def use_chunked_loss(
     return undo
 
 
-def refuse_options(heads: Any, backend: Any) -> None:
+def refuse_options(heads: Any, backend: Any, *, skips: bool = True) -> None:
     """Raise for options that are wrong for every model."""
     if isinstance(heads, str):
         raise ValueError(f"heads={heads!r} is one string; write heads=[{heads!r}].")
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")
+    refuse_skipping(backend, skips=skips)
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -164,14 +171,14 @@ def _refuse(name: str, head: nn.Module) -> None:
 
 
 def _patch_head(
-    name: str, head: nn.Module, switch: _Switch, only_with_labels: bool, backend: Backend
+    name: str, head: nn.Module, switch: _Switch, only_with_labels: bool, options: Mapping[str, Any]
 ) -> Callable[[], None]:
     report = functools.partial(switch.report, name)
 
     def forward(self: nn.Module, plain: Callable[[Tensor], Tensor], /, input: Tensor) -> Tensor:
         if not switch.on or (only_with_labels and not switch.with_labels) or torch.compiler.is_compiling():
             return plain(input)
-        return lazy_linear(self, plain, input, backend, report)
+        return lazy_linear(self, plain, input, options, report)
 
     return replace_method(head, "forward", forward, mark=_MARK, like=type(head).forward)
 

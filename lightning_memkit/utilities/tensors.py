@@ -1,8 +1,9 @@
-"""Find the tensors in nested values."""
+"""Find the tensors in nested values; send one to a device."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,10 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
     elif hasattr(item, "__dataclass_fields__"):
         yield from tensors_of(list(vars(item).values()))
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, in the order of its stream; the host does not wait, as it would from pageable memory."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

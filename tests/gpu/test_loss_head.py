@@ -75,3 +75,20 @@ def test_its_peak_is_far_below_the_logits(device: torch.device, words: str) -> N
     if not on_cpu():
         logits = 4 * labels.numel() * weight.size(0)
         assert most - least >= logits // 2
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_where_ignored_tokens_are_computed_nothing_waits(device: torch.device, dtype: torch.dtype) -> None:
+    """The card's own word for what the simulated device counts."""
+    hidden, weight, labels = problem(device, VOCABULARIES["32k"], dtype)
+    truth = found(linear_cross_entropy(hidden, weight, labels, backend="memkit"), hidden, weight)
+    if not on_cpu():
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = linear_cross_entropy(hidden, weight, labels, skip_ignored=False)
+        ours = found(loss, hidden, weight)
+    finally:
+        if not on_cpu():
+            torch.cuda.set_sync_debug_mode("default")
+    for value, true in zip(ours, truth, strict=True):
+        assert error(value, true) <= 2 * TOLERANCE[dtype]

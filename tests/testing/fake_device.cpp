@@ -51,6 +51,7 @@ enum Counter {
   kPinnedReservedBytes,
   kPinnedReservedPeakBytes,
   kHazards,
+  kWaits,
   kCounters
 };
 
@@ -377,6 +378,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     queue.enqueued += 1;
     return to;
   }
+  if (from.is_cpu() != to.is_cpu() && !in_fallback && !(non_blocking && is_pinned(host.storage().data()))) {
+    std::lock_guard<std::mutex> lock(mutex);
+    counters[kWaits] += 1;
+  }
   finish(current_stream);
   on_cpu(to).copy_(on_cpu(from));
   return to;
@@ -510,7 +515,8 @@ void memkit_fake_reset(int peak, int rest) {
     counters[kPinnedReservedPeakBytes] = counters[kPinnedReservedBytes];
   }
   if (rest) {
-    for (auto counter : {kAllocations, kToDeviceBytes, kToDeviceCopies, kToHostBytes, kToHostCopies, kHazards})
+    for (auto counter : {kAllocations, kToDeviceBytes, kToDeviceCopies, kToHostBytes, kToHostCopies, kHazards,
+                         kWaits})
       counters[counter] = 0;
   }
 }

@@ -49,6 +49,7 @@ _COUNTERS = (
     "pinned_reserved_bytes",
     "pinned_reserved_peak_bytes",
     "hazards",
+    "waits",
 )
 
 
@@ -117,6 +118,14 @@ class FakeDevice:
     def hazards(self) -> int:
         """Tensors freed since `reset_counts` while a copy on a stream of its own still had to read or write them."""
         return self._read("hazards")
+
+    @property
+    def waits(self) -> int:
+        """How often the host waited for all that was launched, since `reset_counts`: for copies, and numbers read.
+
+        As on CUDA, a copy does not wait if it is `non_blocking`, from or to pinned memory.
+        """
+        return self._read("waits")
 
     @property
     def transfers(self) -> Transfers:

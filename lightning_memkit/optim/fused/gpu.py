@@ -29,6 +29,7 @@ from lightning_memkit.optim.fused.operands import (
 )
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.utilities.tensors import sent
 
 # Eight elements a thread are 16 bytes of bfloat16. At AdamW's 72 registers a thread, seven programs share a
 # Hopper multiprocessor and have 70 kB of reads in flight. Fixed rather than tuned at run time, so that every
@@ -154,13 +155,13 @@ class _Table:
         if not same:
             self._counts = operands.counts
             of_block = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
-            self.blocks = _sent(torch.from_numpy(of_block), device)
+            self.blocks = sent(torch.from_numpy(of_block), device)
         rows = np.empty((len(counts), 9), np.int64)
         rows[:, :5], rows[:, 5] = addresses.view(np.int64), counts
         rows[:, 6] = 2 * (blocks.cumsum() - blocks) + (addresses % 16 == 0).all(1)
         rows[:, 7] = operands.indices
         rows[:, 8] = operands.starts
-        self.rows = _sent(torch.from_numpy(rows), device)
+        self.rows = sent(torch.from_numpy(rows), device)
         kept = (0, 1, 3, 4)
         return not (same and np.array_equal(addresses[:, kept], known[:, kept]))
 
@@ -221,13 +222,6 @@ def _launches(operands: Operands) -> Iterator[tuple[int, bool, Operands]]:
 
 def _device_index(weight: Tensor) -> int:
     return (weight.device.index or 0) if weight.device.type == "cuda" else -1
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device, ordered by its stream."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _signed_halves(key: int) -> tuple[int, int]:

@@ -22,23 +22,28 @@ class ChunkedLoss(LeavesRunBehind, Callback):
             (`head`, `decoder.*.out`), instead of the heads of transformers models.
         backend: the implementation of the loss: `auto`, `memkit`, `torch`, `liger` or `cut_cross_entropy`;
             see `linear_cross_entropy`.
+        skip_ignored: False: ignored tokens take part in the products, and the loss does not wait for a GPU.
 
     Raises:
-        ValueError: `heads` is a single string instead of a list; the backend is unknown; at setup: no head
-            was found, or one can't be replaced.
+        ValueError: `heads` is a single string instead of a list; the backend is unknown, or decides itself what
+            to skip; at setup: no head was found, or one can't be replaced.
     """
 
     plan_column = "loss"
     of_run = {"_undo": nothing}
 
-    def __init__(self, heads: Sequence[str] | None = None, backend: Backend = "auto") -> None:
-        refuse_options(heads, backend)
+    def __init__(
+        self, heads: Sequence[str] | None = None, backend: Backend = "auto", *, skip_ignored: bool = True
+    ) -> None:
+        refuse_options(heads, backend, skips=skip_ignored)
         self.heads = None if heads is None else list(heads)
         self.backend: Backend = backend
+        self.skip_ignored = skip_ignored
         self._undo: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(heads={self.heads!r}, backend={self.backend!r})"
+        skips = "" if self.skip_ignored else ", skip_ignored=False"
+        return f"{type(self).__name__}(heads={self.heads!r}, backend={self.backend!r}{skips})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Patch a model that exists already, so that later hooks (such as a trial) see it patched."""
@@ -67,7 +72,9 @@ class ChunkedLoss(LeavesRunBehind, Callback):
 
     def _patch(self, pl_module: LightningModule) -> None:
         if self._undo is None:
-            self._undo = use_chunked_loss(pl_module, heads=self.heads, backend=self.backend)
+            self._undo = use_chunked_loss(
+                pl_module, heads=self.heads, backend=self.backend, skip_ignored=self.skip_ignored
+            )
 
     def _restore(self) -> None:
         if self._undo is not None:
