@@ -12,13 +12,18 @@ from lightning_memkit.micro_batching.graph.learned_rules import (
     UNTOLD_TERM,
     JointTerm,
     UnlikeDivisors,
+    agreed,
     learned,
 )
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, spans_of
-from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, VaryingFactorError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    MistakenTotalsError,
+    UnforeseenLossError,
+    VaryingFactorError,
+)
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 Loss = Callable[[Tensor, slice], Tensor]
@@ -296,3 +301,33 @@ def test_a_reduction_s_own_divisor_that_follows_no_law_is_not() -> None:
     assert isinstance(rules_of(lambda x, r: (x @ x.T).square().mean() / torch.tensor(2.0)), UnlikeDivisors)
     # Whose number it is does not show.
     assert isinstance(over_root(lambda loss, n: loss.mean() * (len(loss) / n)), UnlikeDivisors)
+
+
+def added(labels: list[int]) -> Any:
+    """Terms of a mean over rows; a second loss is added to all rows where one of them has the label 1."""
+    own = torch.randn(len(labels), 3, requires_grad=True) @ torch.eye(3)
+    losses = own.gather(1, torch.tensor(labels)[:, None])[:, 0]
+    return terms_of((losses + own.square().mean(1) if 1 in labels else losses).mean())
+
+
+def test_a_name_that_a_term_had_in_compared_rows_is_read_later_and_no_other() -> None:
+    usual, more = added([0, 2]), added([1, 2])
+    assert usual.terms[0].name != more.terms[0].name
+    rules = learned(added([0, 2, 1, 2]), [usual, more])
+    assert isinstance(rules, LossRules)
+    assert rules.read(usual).divisors == rules.read(more).divisors == (2.0,)
+    narrow = learned(added([0, 2, 0]), [usual, added([0])])
+    assert isinstance(narrow, LossRules)
+    with pytest.raises(UnforeseenLossError, match="a new term"):
+        narrow.read(more)  # of other rows, which nobody has compared
+    later = learned(added([0, 1]), [added([0]), added([1])], known=narrow)
+    assert isinstance(later, LossRules)
+    assert later.read(usual).divisors == later.read(more).divisors == (2.0,)
+
+
+def test_ranks_whose_rows_gave_a_term_two_names_agree_on_both() -> None:
+    one = learned(added([0, 2, 0]), [added([0, 2]), added([0])])
+    other = learned(added([1, 2, 1]), [added([1, 2]), added([1])])
+    rules = agreed(one, [one, other])
+    assert rules is not None
+    assert rules.read(added([0, 2])).divisors == rules.read(added([1, 2])).divisors == (2.0,)

@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching.graph.term_rules import (
     by_name,
     difference_of,
     hidden_of,
+    is_same_sum,
     rounding_of,
     same_factors,
 )
@@ -62,7 +63,8 @@ def learned(
             return seen.opaque or "a loss without terms"
     if whole.curved:
         return CurvedLoss(whole.curved)
-    named = [by_name(seen.terms) for seen in (whole, *parts)]
+    renamed = _renamed((whole, *parts), known)
+    named = [by_name(seen.terms, renamed) for seen in (whole, *parts)]
     optional = _optional(named, known)
     if isinstance(optional, str):
         return optional
@@ -98,7 +100,22 @@ def learned(
             # `any`, not `all`: a division by 0 gives a quotient of 0, which reads as none.
             numbered = ones or any(term.is_numbered for term in own)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
-    return LossRules(rules=tuple(rules))
+    aliases = {rule.name: frozenset(a for a, name in renamed.items() if name == rule.name) for rule in rules}
+    return LossRules(rules=tuple(replace(rule, aliases=aliases[rule.name]) for rule in rules))
+
+
+def _renamed(seen: Sequence[LossTerms], known: LossRules | None) -> dict[str, str]:
+    """The one name of terms that have several in these rows: the known rules', or that in the whole batch."""
+    renamed = known.renamed if known else {}
+    names = {rule.name for rule in known.rules} if known else set()
+    for one in seen:
+        own = {term.name for term in one.terms} - renamed.keys()
+        for name in own - names:
+            same = [other for other in names - own if is_same_sum(other, name)]
+            if len(same) == 1:
+                renamed[name] = same[0]
+        names |= own - renamed.keys()
+    return renamed
 
 
 def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | None) -> list[TermRule] | str:
@@ -155,8 +172,12 @@ def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) 
 
 def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
     """The corrected rule of one term; see `agreed`."""
-    if any((rule.name, rule.index, rule.branch) != (own.name, own.index, own.branch) for rule in told):
+    if any((rule.index, rule.branch) != (own.index, own.branch) for rule in told):
         return None
+    if not all(is_same_sum(rule.name, own.name) for rule in told):
+        return None
+    names = {name for rule in told for name in (rule.name, *rule.aliases)}
+    own = replace(own, aliases=own.aliases | (names - {own.name}))
     if len({(rule.law, rule.divided) for rule in told}) == 1:
         return own
     if not all(rule.law is Law.MEAN or (rule.law is Law.SUM and rule.divided) for rule in told):

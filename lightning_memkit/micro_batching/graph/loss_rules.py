@@ -51,6 +51,21 @@ class LossRules:
             rule.law is not Law.SHARED for rule in self.rules
         )
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The name of the rule that each alias belongs to."""
+        return {alias: rule.name for rule in self.rules for alias in rule.aliases}
+
+    def named_as_in(self, others: "LossRules") -> "LossRules":
+        """The rules with the further names that their terms had in other rows, which were compared, too."""
+        aliases = {(rule.name, rule.index): rule.aliases for rule in others.rules}
+        return LossRules(
+            rules=tuple(
+                replace(rule, aliases=rule.aliases | aliases.get((rule.name, rule.index), frozenset()))
+                for rule in self.rules
+            )
+        )
+
     def read(self, seen: LossTerms) -> Reading:
         """Read the divisors of a micro-batch's loss.
 
@@ -61,7 +76,7 @@ class LossRules:
         """
         if not seen.terms and (seen.opaque or seen.curved):
             raise UnforeseenLossError(seen.opaque or seen.curved)
-        named = by_name(seen.terms)
+        named = by_name(seen.terms, self.renamed)
         missing = frozenset(
             index
             for index, rule in enumerate(self.rules)

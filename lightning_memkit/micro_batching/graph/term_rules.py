@@ -1,9 +1,10 @@
 """The rule by which a term's micro-batch values make the whole batch's; the reading of one loss's graph."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     LossTerm,
     Number,
 )
+from lightning_memkit.micro_batching.graph.walk_rules import RULES
 
 
 class Law(Enum):
@@ -51,6 +53,7 @@ class TermRule:
         divided: the step divides it by a number of its own that was 1 in all compared rows: a clamped count,
             or a constant.
         numbered: the step divides or multiplies it by a number of its own.
+        aliases: other names that it had in compared rows (see `is_same_sum`).
     """
 
     name: str
@@ -61,6 +64,7 @@ class TermRule:
     fixed: tuple[int, ...] = ()
     divided: bool = False
     numbered: bool = False
+    aliases: frozenset[str] = frozenset()
 
     @property
     def looks_up(self) -> bool:
@@ -157,12 +161,25 @@ def alike(shares: Sequence[float]) -> bool:
     return max(shares) - min(shares) <= ALIKE * max(abs(share) for share in shares)
 
 
-def by_name(terms: Sequence[LossTerm]) -> dict[str, list[LossTerm]]:
-    """Group terms by name."""
+def by_name(
+    terms: Sequence[LossTerm], renamed: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, list[LossTerm]]:
+    """Group terms by name, or by the name that `renamed` has for theirs."""
     named: dict[str, list[LossTerm]] = defaultdict(list)
     for term in terms:
-        named[term.name].append(term)
+        named[renamed.get(term.name, term.name)].append(term)
     return named
+
+
+def is_same_sum(one: str, other: str) -> bool:
+    """Whether two names can be one term's: one is the other and a last node that reduces and scales nothing.
+
+    A walk ends where tensors of rows are added elementwise, and goes on where only one of them has a gradient. Which
+    of them have may depend on the rows: `nn.AdaptiveLogSoftmaxWithLoss` adds those of each cluster that has a label.
+    """
+    short, long = sorted((one, other), key=len)
+    end = long.removeprefix(f"{short}/")
+    return one == other or (end != long and "/" not in end and end not in RULES)
 
 
 def difference_of(expected: Any, found: Any) -> str:

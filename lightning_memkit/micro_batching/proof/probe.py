@@ -124,11 +124,9 @@ class Weighing:
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         if self.fewest > 1 or total <= 2 or not trials.ranks.compares:
             return
-        known, places = dict(vars(self)), few_rows(step.batch)
+        known, places = dict(vars(self)), [one for one in few_rows(step.batch) if one[0] < total]
         most = int(largest_of_ranks(step.run, [len(places)])[0])
         for rows, place in [*places, *places[-1:] * (most - len(places))]:
-            if rows >= total:
-                continue
             trials.limited = rows > PROBED_SAMPLES[-1]
             with suppress(row_runs.NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, rows, place, alone=True)
@@ -136,7 +134,9 @@ class Weighing:
             verdict = self.verdict
             if verdict is None or not verdict.may_be_rounding:
                 return
-            # A few rows prove no more than five did: what they show is dropped.
+            # A few rows prove no more than five did: what they show is dropped, but for names of terms.
+            if self.rules is not None and known["rules"] is not None:
+                known["rules"] = known["rules"].named_as_in(self.rules)
             vars(self).update(known)
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
