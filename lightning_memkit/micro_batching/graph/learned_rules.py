@@ -57,6 +57,7 @@ def learned(
         known: rules learned from other rows; a term of `Law.OWN` stays so.
         looks: whether divisors that follow no law can be looked up in each batch.
     """
+    excesses = {(r.name, r.index): r.excess for r in (known.rules if known else ()) if r.law is Law.MEAN}
     own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
     for seen in (whole, *parts):
         if not seen.terms and (seen.opaque or seen is whole):
@@ -87,6 +88,8 @@ def learned(
                 names[name][index] if branch is None else collapsed(names[name], branch) for names in named
             ]
             rule = _rule(name, index, branch, [float(divisor) for divisor in divisors], dtype)
+            if isinstance(rule, TermRule) and _is_guard(rule, [float(one) for one in divisors[1:]]):
+                rule = replace(rule, excess=excesses.get((name, index), rule.excess))
             if (
                 looks
                 and _is_own(own, dtype)
@@ -258,6 +261,11 @@ def _rule(
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
     theirs = ", ".join(f"{part:g}" for part in parts)
     return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in micro-batches of the same rows")
+
+
+def _is_guard(rule: TermRule, parts: Sequence[float]) -> bool:
+    """Whether an epsilon is a whole divisor: nothing counts there, and a clamped divisor would look the same."""
+    return bool(rule.excess) and abs(min(parts) - rule.excess) <= _EPSILON * rule.excess
 
 
 def _is_own(terms: Sequence[LossTerm], dtype: torch.dtype) -> bool:

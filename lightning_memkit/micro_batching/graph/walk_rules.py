@@ -6,6 +6,7 @@ continue on, or the term at which the walk ends.
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -240,7 +241,9 @@ def _reduced_by_itself(path: WalkPath, present: list[int]) -> LossTerm:
     if path.node._saved_reduction != 1:
         return ended_term(path)
     if kind in ("NllLoss", "NllLoss2D"):
-        return ended_term(divided(path, path.node._saved_total_weight))
+        term = ended_term(divided(path, path.node._saved_total_weight))
+        # The node divides by the weight of its labels, which may be 0: zeros have to be made below it.
+        return replace(term, bottom=Edge(path.node, present[0]))
     shape = shape_into(path.node, present[0])
     return ended_term(divided(path, float(shape[0]) if kind in _LOSSES_BY_ROW else float(prod(shape))))
 
