@@ -109,10 +109,11 @@ def _made(documents: Documents, query: Tensor) -> Any:
         return mask
 
     def there(array: np.ndarray) -> Tensor:
-        return sent(torch.from_numpy(array), device)[None, None]
+        table = torch.from_numpy(array)
+        return (table.clone() if device.type == "cpu" else sent(table, device))[None, None]
 
     def places(array: np.ndarray) -> Tensor:
-        return there(array if device.type != "cpu" else _as_wide_as_long(array))
+        return there(array) if device.type != "cpu" else _as_wide_as_long(array)[None, None]
 
     return BlockMask(
         seq_lengths=(batch * tokens, batch * tokens),
@@ -134,15 +135,13 @@ def _there(value: float | None, device: torch.device) -> Tensor | None:
     return None if value is None else torch.full((), value, device=device)
 
 
-def _as_wide_as_long(places: np.ndarray) -> np.ndarray:
+def _as_wide_as_long(places: np.ndarray) -> Tensor:
     """Widen a table by letting its rows overlap the following ones, which needs almost no memory.
 
     torch's CPU kernel refuses tables that are narrower than long, though it reads only as far as a row's
     count.
     """
     blocks, most = places.shape
-    room = np.zeros(blocks * most + max(0, blocks - most), places.dtype)
-    room[: blocks * most] = places.ravel()
-    return np.lib.stride_tricks.as_strided(
-        room, (blocks, max(blocks, most)), (most * room.itemsize, room.itemsize)
-    )
+    room = torch.zeros(blocks * most + max(0, blocks - most), dtype=torch.int32)
+    room[: blocks * most] = torch.from_numpy(places).flatten()
+    return room.as_strided((blocks, max(blocks, most)), (most, 1))

@@ -10,10 +10,10 @@ import torch
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.history import WHOLE
 from lightning_memkit.micro_batching.misfits import Misfits, warn_of_all
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.by_tokens import form_by_tokens
-from lightning_memkit.micro_batching.parts.partition import WHOLE
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.late_changes import look_again

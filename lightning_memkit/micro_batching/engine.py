@@ -14,11 +14,11 @@ from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.choice import PartsChoice
-from lightning_memkit.micro_batching.history import PartsChange, noted
+from lightning_memkit.micro_batching.history import WHOLE, PartsChange, noted
 from lightning_memkit.micro_batching.journaling import Journaling
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.cut import Cut
-from lightning_memkit.micro_batching.parts.partition import WHOLE, Partition
+from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
 from lightning_memkit.micro_batching.parts.whole_comparison import WholeComparison

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+WHOLE = 2**62  # samples in a micro-batch: any batch
+
 
 class PartsChange(tuple[int, int]):
     """The micro-batch size that holds from one step on; compares and unpacks as (`global_step`, size).
 
     Args:
         global_step: the optimizer step.
-        micro_batch_size: the most samples in a micro-batch.
+        micro_batch_size: the most samples in a micro-batch; 2**62, shown as `whole`, where no batch is split.
         row_tokens: if micro-batches are formed by tokens, the length of the worst batch's rows: a micro-batch
             holds up to `micro_batch_size * row_tokens` tokens. None if they are formed by rows.
         batch_idx: the index of the batch in the epoch. The batches of an accumulation window share one
@@ -47,7 +49,8 @@ class PartsChange(tuple[int, int]):
     def __repr__(self) -> str:
         names = ("row_tokens", "chunk_rows", "chunk_tokens")
         more = [f", {name}={getattr(self, name)}" for name in names if getattr(self, name) is not None]
-        return f"({self.global_step}, {self.micro_batch_size}{''.join(more)})"
+        size = "whole" if self.micro_batch_size == WHOLE else self.micro_batch_size
+        return f"({self.global_step}, {size}{''.join(more)})"
 
 
 def noted(history: list[PartsChange], change: PartsChange) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lightning_memkit
-from lightning_memkit.micro_batching.parts.partition import WHOLE, Partition
+from lightning_memkit.micro_batching.history import WHOLE
+from lightning_memkit.micro_batching.parts.partition import Partition
 
 PACKAGE = Path(lightning_memkit.__file__).parent
 OWNER = PACKAGE / "micro_batching" / "parts" / "partition.py"

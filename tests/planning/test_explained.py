@@ -1,5 +1,6 @@
 """Rows by hand: what is on the host, on other ranks, in chunks or released is counted so."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,13 @@ def test_what_other_ranks_have(stage):
     gathered = "a block and the next gathered" if stage == 3 else f"{LAYERS} blocks gathered"
     assert line(table, gathered)
     assert line(table, "the rest gathered")
+
+
+def test_rows_in_chunks_of_tokens_say_what_the_calculation_leaves_out():
+    given = {"plugins": PureBF16Precision(), "callbacks": []}
+    predicted = predict_memory(Llama, batch(), trainer=given, device=GPU)
+    plain = row(predicted)
+    chunked = replace(plain, chunk_tokens=8)
+    without, shown = (beside_prediction(one, Llama(), batch(), given) for one in (plain, chunked))
+    note = "By hand without chunks of 8 tokens: activations are less as predicted."
+    assert shown == f"{without}\n{note}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching.history import PartsChange, in_force, noted
+from lightning_memkit.micro_batching.history import WHOLE, PartsChange, in_force, noted
 from tests.plugins.test_token_parts import Causal, Parts, uneven
 from tests.plugins.toys import loader, trained, weights
 
@@ -91,6 +91,7 @@ def test_changes_are_the_tuples_that_they_were() -> None:
     assert (step, size) == (3, 8) == change
     assert json.dumps([change]) == "[[3, 8]]"
     assert repr([change]) == "[(3, 8, row_tokens=48)]"
+    assert repr([PartsChange(0, WHOLE, chunk_rows=2)]) == "[(0, whole, chunk_rows=2)]"
     for same in (copy.deepcopy(change), pickle.loads(pickle.dumps(change))):
         assert (same, same.row_tokens, same.batch_idx) == (change, 48, 6)
 

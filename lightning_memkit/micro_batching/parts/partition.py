@@ -25,7 +25,6 @@ from lightning_memkit.micro_batching.parts.token_parts import (
 )
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 
-WHOLE = 2**62  # samples in a micro-batch: any batch
 Form = tuple[int, int | None, int | None, int | None]
 _LESS_PADDING = 0.9  # of the tokens: what makes copying and sorting rows worth while
 
