@@ -1,11 +1,12 @@
-"""Training steps split by MemoryBudget, against the same steps unsplit: equal, whole, refused or different.
+"""Training steps under MemoryBudget, against the same steps unsplit: equal, whole, chunked, refused or different.
 
 Half of the steps are written by hand, half are drawn by a generator, others for each `--seed`. Each trains in twelve
 seeds, each in float64, fp32, bf16-mixed, pure bf16 or with adapters on a bf16 base, with micro-batches of 1, of 3 and
 "auto". Truth "parts": the loss is a weighted combination of its micro-batches' losses; "terms": each of its terms is,
 with weights of its own; "rows": rows act on each other; "state": the step changes more than gradients. A refusal of a
 step of truth "parts" counts as wrong. What differs is named with the command that repeats it; a documented
-inexactness that a warning named counts as "warned". Then class weights with 1 to 10 % of positives, 48 runs in
+inexactness that a warning named counts as "warned"; "chunked" is equal, by whole batches whose modules ran in chunks
+of the size. Then class weights with 1 to 10 % of positives, 48 runs in
 float64, and the time that observing the loss adds to a step, in pairs.
 """
 

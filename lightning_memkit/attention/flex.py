@@ -1,4 +1,7 @@
-"""Compiled FlexAttention: float32 and score changes. Last verified on GPU: 2026-11-27, H200, torch 2.11."""
+"""Compiled FlexAttention: float32 and score changes. Last verified on GPU: 2026-11-27, H200, torch 2.11.
+
+How tables get to the device has changed since then.
+"""
 
 from functools import lru_cache
 from types import FunctionType
@@ -73,7 +76,7 @@ def _score_change(documents: Documents, device: torch.device) -> Any:
     if not documents.changes_scores:
         return None
     # A tensor: a float would become a symbol of the compiled kernel, which does not accept one.
-    softcap = _there(documents.softcap, device)
+    softcap = _filled_in(documents.softcap, device)
 
     def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if softcap is not None:
@@ -98,7 +101,7 @@ def _made(documents: Documents, query: Tensor) -> Any:
     numbers = numbers_of(documents.cu_seqlens.to(device), batch, tokens).flatten()
     numbers = numbers.to(torch.int32)  # half as many bytes
     # A tensor, as above; and two comparisons, since a compiled mask's C++ has no abs of integers.
-    window = _there(documents.window, device)
+    window = _filled_in(documents.window, device)
 
     def seen(row: Tensor, head: Tensor, query_place: Tensor, key_place: Tensor) -> Tensor:
         mask = numbers[query_place] == numbers[key_place]
@@ -130,8 +133,8 @@ def _made(documents: Documents, query: Tensor) -> Any:
     )
 
 
-def _there(value: float | None, device: torch.device) -> Tensor | None:
-    """A number on the device, filled in there: a copy from the host would wait for the device."""
+def _filled_in(value: float | None, device: torch.device) -> Tensor | None:
+    """A number on the device, written there by a kernel: for a copy from the host, the host would wait."""
     return None if value is None else torch.full((), value, device=device)
 
 

@@ -69,8 +69,8 @@ def linear_cross_entropy(
         chunk_bytes: size of the logit buffers, such as `"64MiB"`; None: a third of the weight's size in
             float32, at least 32 MiB. For `"memkit"` only.
         skip_ignored: False: tokens that don't count take part in the products, with weight 0, and the host does
-            not wait for a GPU. For batches where few are ignored, and for CUDA graphs, in which nothing can wait.
-            On a GPU a label outside the vocabulary then fails there. `"memkit"` only; `"auto"` takes it.
+            not wait for a GPU: for batches where few are ignored. On a GPU a label outside the vocabulary is then
+            an assertion of the device. For `"memkit"` only, which `"auto"` then takes.
 
     Returns:
         The loss in float32 (float64 for float64); NaN for the mean over no labels, as in torch.
@@ -128,7 +128,7 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
 def _counted(
     labels: Tensor, ignore_index: int, vocabulary: int, *, skips: bool
 ) -> tuple[Tensor | None, Tensor, Tensor | int]:
-    """What `LinearCrossEntropy` takes of the labels: rows, or a mask; theirs, within bounds; and how many count."""
+    """The rows that count and their labels; or a mask, and all labels with 0 for those that don't; how many count."""
     rows = _counted_rows(labels, ignore_index, vocabulary) if skips or labels.device.type == "cpu" else None
     if skips:
         kept = labels if rows is None else labels[rows]

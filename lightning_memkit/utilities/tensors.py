@@ -22,7 +22,7 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, in the order of its stream; the host does not wait, as it would from pageable memory."""
+    """Copy to the device from pinned memory, in its stream's order: the host does not wait. On a CPU, as it is."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
