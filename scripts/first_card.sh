@@ -43,7 +43,7 @@ RESULTS=$(cd "$RESULTS" && pwd)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ -n "$WHEELS" ]; then
   [ -d "$WHEELS" ] || { echo "--wheels $WHEELS is no folder; give one that holds .whl files." >&2; exit 2; }
-  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$RESULTS/site" "$WHEELS"/*.whl || exit 2
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$RESULTS/site" "$WHEELS"/*.whl || exit 2
   export PYTHONPATH="$PYTHONPATH:$RESULTS/site"
 fi
 
@@ -63,8 +63,9 @@ skip() {
 
 suite() {
   # pytest-benchmark, where it is installed, warns of workers, and warnings are errors here. Files keep their order: after
-  # those of the simulated device no fork of a process can run a backward.
-  local options=(-q -m "not slow and not gpu" --maxfail 30 -p no:benchmark)
+  # those of the simulated device no fork of a process can run a backward. Names are said at once: of workers that crash
+  # no summary may be left.
+  local options=(-v -m "not slow and not gpu" --maxfail 30 -p no:benchmark)
   [ "$WORKERS" -gt 0 ] && options+=(--numprocesses "$WORKERS" --dist loadfile --no-loadscope-reorder)
   if $DRY_RUN; then options=(-q -m "not slow and not gpu" tests/memory/test_measure.py); fi
   OMP_NUM_THREADS=1 within "$PYTHON" -m pytest "${options[@]}"

@@ -1,6 +1,6 @@
 """Compiled FlexAttention: float32 and score changes. Last verified on GPU: 2026-11-27, H200, torch 2.11.
 
-How tables get to the device has changed since then.
+That batches of fewer than 128 tokens take the loop is not yet verified there.
 """
 
 from functools import lru_cache
@@ -18,16 +18,19 @@ from lightning_memkit.attention.in_torch import loop
 from lightning_memkit.utilities.tensors import sent
 
 _masks = OfLastBatch()
+_FEWEST = 128  # below it torch takes `flex_decoding`
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """FlexAttention over the flattened batch; its mask takes at most 1 MiB at 65,536 tokens.
 
     While operators are observed (`selective` activation checkpointing, a metered step) it runs the loop over
-    documents: torch compiles nothing then, and uncompiled FlexAttention computes all scores.
+    documents: torch compiles nothing then, and uncompiled FlexAttention computes all scores. It runs the loop
+    for fewer than 128 tokens on CUDA, too: torch's kernel for so few is compiled for each length, of which
+    there may be eight.
     """
     is_traced = torch.compiler.is_compiling() or isinstance(query, FakeTensor)
-    if not is_traced and torch._C._len_torch_dispatch_stack():
+    if _is_short(query) or (not is_traced and torch._C._len_torch_dispatch_stack()):
         return loop(query, key, value, documents)
     # One row holds all documents: blocks of other rows are skipped like those of other documents.
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
@@ -39,6 +42,10 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
         enable_gqa=query.size(1) != key.size(1),
     )
     return out[0].unflatten(1, (query.size(0), query.size(2))).transpose(0, 1)
+
+
+def _is_short(query: Tensor) -> bool:
+    return query.device.type == "cuda" and query.size(0) * query.size(2) < _FEWEST
 
 
 def _signature(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Any, ...]:

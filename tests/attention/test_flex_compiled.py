@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as theirs
 
 from lightning_memkit import checkpoint_modules
@@ -61,6 +62,20 @@ def test_a_kind_of_layer_is_compiled_for_all_lengths_and_kinds_share_no_limit(
                 found = flex.flex(query, key, value, given)
                 torch.testing.assert_close(found, in_torch.loop(query, key, value, given))
             assert graphs.frame_count == GRAPHS * (kind + 1)
+
+
+def test_so_few_tokens_that_cuda_compiles_each_number_of_them_take_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an H200 showed: torch's kernel for fewer than 128 queries was compiled for 64 of them, and for 100 again."""
+    calls: list[int] = []
+    monkeypatch.setattr(flex, "loop", lambda query, *_: calls.append(query.size(2)))
+    with FakeTensorMode():
+        few = torch.empty(1, HEADS, 127, 16, device="cuda", dtype=torch.bfloat16)
+        flex.flex(few, few, few, documents(127))
+        rows = torch.empty(2, HEADS, 64, 16, device="cuda", dtype=torch.bfloat16)
+        assert not flex._is_short(rows)  # they are flattened before the kernel
+    assert calls == [127]
 
 
 class Mixing(nn.Module):

@@ -16,6 +16,7 @@ _OF_TORCH = (
     "ignore:.torch.jit.script(_method)?. is deprecated:DeprecationWarning",
     "ignore:TensorFloat32 tensor cores",
     "ignore:Attempting to run cuBLAS, but there was no current CUDA context",
+    "ignore:Synchronization debug mode is a prototype feature",
 )
 
 
@@ -41,7 +42,9 @@ def device() -> Iterator[torch.device]:
         return
     _empty()
     yield torch.device("cuda", 0)
-    torch.cuda.set_per_process_memory_fraction(1.0, 0)  # a test that failed may have left a cap
+    # What a test that failed may have left: the ones after it would fail as well.
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)
     _empty()
 
 

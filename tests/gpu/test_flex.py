@@ -1,5 +1,6 @@
 """FlexAttention stays compiled: for all lengths, for more kinds of layers than torch's limit, beside checkpointing."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,10 +48,22 @@ def compiled() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    """What met the limit runs uncompiled from then on, in later tests, too."""
+
+    def forget() -> None:
+        flex._attention.cache_clear()
+        torch._dynamo.reset()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("compiles_anew")
 def test_one_kind_of_layer_is_compiled_for_all_lengths(device: torch.device) -> None:
     """Each graph more is a compilation in the midst of training; beyond `recompile_limit` nothing is compiled."""
-    flex._attention.cache_clear()
-    torch._dynamo.reset()
     before = compiled()
     with torch._dynamo.config.patch(recompile_limit=GRAPHS):
         for bounds in LENGTHS:
