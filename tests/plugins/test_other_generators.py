@@ -107,6 +107,20 @@ def test_draws_that_depend_on_rows_from_a_later_batch_on_run_whole_from_there() 
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_draw_of_one_row_in_the_midst_of_a_later_batch_is_noticed(size: int) -> None:
+    """Draws that no trial has seen are looked for after the first micro-batch and after the last."""
+    marked = torch.randn(44, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)[8 * 4 + 4, 0]
+
+    def draw(module: Mixup, x: Tensor, batch_idx: int) -> float:
+        return float(np.random.rand()) if (x[:, 0] == marked).any() else 0.5
+
+    whole, split = fitted(draw), fitted(draw, MemoryBudget("1GiB", micro_batch_size=size))
+    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
+    assert split.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert split.after == whole.after
+
+
 def test_a_generator_that_no_trial_can_know_runs_whole() -> None:
     with pytest.warns(UserWarning, match="runs batches whole, .* random numbers of its own"):
         fitted(

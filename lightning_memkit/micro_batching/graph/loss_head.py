@@ -24,16 +24,18 @@ def head_of(loss: Tensor) -> Edges:
         return frozenset()
     found: set[tuple[str, str]] = set()
     level: list[Any] = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    while level and len(seen) <= _NODES:
+    kinds = {loss.grad_fn: kind_of(loss.grad_fn)}
+    while level and len(kinds) <= _NODES:
         below: list[Any] = []
         for node in level:
-            kind = kind_of(node)
+            kind = kinds[node]
             for child, _ in node.next_functions:
-                if child is not None:
-                    found.add((kind, kind_of(child)))
-                    if child not in seen:
-                        seen.add(child)
-                        below.append(child)
+                if child is None:
+                    continue
+                its_kind = kinds.get(child)
+                if its_kind is None:
+                    its_kind = kinds[child] = kind_of(child)
+                    below.append(child)
+                found.add((kind, its_kind))
         level = below
     return frozenset(found)

@@ -34,14 +34,17 @@ class CompleteGradients:
         Ranks reduce gradients after their hooks, and an optimizer that steps in the backward has used up its
         gradients when the user's hooks run.
         """
-        tables = self._tables()
+        return self._is_incomplete(self._tables())
+
+    def _is_incomplete(self, tables: dict[Tensor, _Hooks]) -> bool:
         beside_others = any(any(map(is_known, hooks.values())) for hooks in tables.values())
         return bool(tables) and (self._world_size > 1 or beside_others)
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
         """A context in which hooks don't run; yields a function that runs those of the gradients that came."""
-        tables = {} if self.incomplete else self._tables()
+        tables = self._tables()
+        tables = {} if self._is_incomplete(tables) else tables
         kept = {parameter: dict(hooks) for parameter, hooks in tables.items()}
         came: dict[Tensor, None] = {}
 

@@ -53,10 +53,13 @@ class Novelties:
             if is_searched and tensor.ndim and 0 < tensor.numel() <= _LARGEST and not tensor.is_complex():
                 found |= {(name, what) for what in self._held(name, tensor)}
         new = found - self._seen
+        self.only_classes = True
+        if not new:
+            return False
         known = Counter(one[0] for one in self._seen if _is_value(one))
         self.only_classes = all(_is_value(one) and known[one[0]] >= _SEVERAL for one in new)
-        self._seen |= found
-        return bool(new)
+        self._seen |= new
+        return True
 
     def _held(self, name: str, tensor: Tensor) -> set[Any]:
         """What is told of a tensor: its few values, or else which kinds of values it has."""
