@@ -16,7 +16,7 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.by_tokens import form_by_tokens
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.proof import verdicts
-from lightning_memkit.micro_batching.proof.late_changes import look_again
+from lightning_memkit.micro_batching.proof.late_changes import look_again, note_loss
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
@@ -222,8 +222,7 @@ class PartsChoice:
             look_again(step, error, weighing, self._trials, partition.micro_batch_size)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
-            if isinstance(error, errors.NewFunctionsError):
-                weighing.head |= error.edges  # some rows may not show them: ask once
+            note_loss(error, weighing)
             probes = weighing.probes
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
             # Rows that count nothing tell nothing of a loss that earlier batches haven't shown.

@@ -7,11 +7,11 @@ import torch
 
 from lightning_memkit.micro_batching.graph.loss_rules import SMALL, VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerm, LossTerms, collapsed
+from lightning_memkit.micro_batching.graph.term_names import by_name, sources_of
 from lightning_memkit.micro_batching.graph.term_rules import (
     ALIKE,
     Law,
     TermRule,
-    by_name,
     difference_of,
     hidden_of,
     is_same_sum,
@@ -65,7 +65,9 @@ def learned(
     if whole.curved:
         return CurvedLoss(whole.curved)
     renamed = _renamed((whole, *parts), known)
-    named = [by_name(seen.terms, renamed) for seen in (whole, *parts)]
+    given = (known.sources, known.apart) if known else ({}, "")
+    sources = sources_of((whole, *parts), renamed, *given)
+    named = [by_name(seen.terms, renamed, sources) for seen in (whole, *parts)]
     optional = _optional(named, known)
     if isinstance(optional, str):
         return optional
@@ -103,8 +105,15 @@ def learned(
             # `any`, not `all`: a division by 0 gives a quotient of 0, which reads as none.
             numbered = ones or any(term.is_numbered for term in own)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
+    # What none of these rows has may come again with others.
+    here = {name for names in named for name in names}
+    told = [rule for rule in (known.rules if known else ()) if rule.law is Law.MEAN and rule.branch is None]
+    rules += [rule for rule in told if rule.name not in here and not rule.fixed]
     aliases = {rule.name: frozenset(a for a, name in renamed.items() if name == rule.name) for rule in rules}
-    return LossRules(rules=tuple(replace(rule, aliases=aliases[rule.name]) for rule in rules))
+    of_heads = {name: source for (_, source), name in sources.items()}
+    return LossRules(
+        rules=tuple(replace(r, aliases=aliases[r.name], source=of_heads.get(r.name, 0)) for r in rules)
+    )
 
 
 def _renamed(seen: Sequence[LossTerms], known: LossRules | None) -> dict[str, str]:
@@ -135,6 +144,8 @@ def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | Non
         if own:
             if any(rule.law is not Law.MEAN or rule.fixed for rule in own):
                 return difference_of((), [name])
+            if any(len(names.get(name, own)) != len(own) for names in named):
+                return UNTOLD_TERM
             found += own
             continue
         whole, *parts = (names.get(name, []) for names in named)

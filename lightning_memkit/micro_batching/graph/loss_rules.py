@@ -16,13 +16,13 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     LossTerms,
     collapsed,
 )
+from lightning_memkit.micro_batching.graph.term_names import SOURCE, by_name
 from lightning_memkit.micro_batching.graph.term_rules import (
     Law,
     Reading,
     TermRule,
     UnseenValueError,
     absent,
-    by_name,
     difference_of,
     hidden_of,
     on_host,
@@ -40,9 +40,11 @@ class LossRules:
 
     Args:
         rules: one rule for each term.
+        apart: the name of terms of which later rows lacked some, so that their sources have to tell them apart.
     """
 
     rules: tuple[TermRule, ...]
+    apart: str = ""
 
     @property
     def summed(self) -> bool:
@@ -55,6 +57,12 @@ class LossRules:
     def renamed(self) -> dict[str, str]:
         """The name of the rule that each alias belongs to."""
         return {alias: rule.name for rule in self.rules for alias in rule.aliases}
+
+    @property
+    def sources(self) -> dict[tuple[str, int], str]:
+        """The names of the rules that a source tells apart, by their terms' name and source."""
+        told = (rule for rule in self.rules if rule.source)
+        return {(rule.name.partition(SOURCE)[0], rule.source): rule.name for rule in told}
 
     def named_as_in(self, others: "LossRules") -> "LossRules":
         """The rules with the further names that their terms had in other rows, which were compared, too."""
@@ -76,7 +84,7 @@ class LossRules:
         """
         if not seen.terms and (seen.opaque or seen.curved):
             raise UnforeseenLossError(seen.opaque or seen.curved)
-        named = by_name(seen.terms, self.renamed)
+        named = by_name(seen.terms, self.renamed, self.sources)
         missing = frozenset(
             index
             for index, rule in enumerate(self.rules)
@@ -90,7 +98,7 @@ class LossRules:
             raise UnforeseenLossError(difference_of({name for name, _ in wanted} - lacked, named.keys()))
         for (name, branch), count in wanted.items():
             if branch is None and name not in lacked and len(named[name]) != count:
-                raise UnforeseenLossError(f"{len(named[name])} terms {name} for {count}")
+                raise UnforeseenLossError(f"{len(named[name])} terms {name} for {count}", name)
         terms = [
             absent(rule.name)
             if index in missing

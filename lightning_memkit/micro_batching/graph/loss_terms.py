@@ -96,6 +96,7 @@ class LossTerm:
         shared_products: the same for nodes that multiply it together with other terms.
         is_offset: something without a gradient is added to the term below a learned factor, and so appears in
             that factor's gradient.
+        end: the node at which reading stopped.
         below: the edge below which other terms may use the same rows: there its gradient can be scaled alone.
         passed: the nodes that the term's gradient passes after the one where it can be scaled.
         curved: the nonlinear function of a reduced value at which reading stopped; see `LossTerms.curved`.
@@ -119,6 +120,7 @@ class LossTerm:
     shared_products: tuple[Edge, ...] = ()
     is_offset: bool = False
     passed: tuple[Any, ...] = ()
+    end: Any = None
     below: Edge | None = None
     curved: str = ""
     opaque: str = ""

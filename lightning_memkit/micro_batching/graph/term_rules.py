@@ -1,10 +1,9 @@
 """The rule by which a term's micro-batch values make the whole batch's; the reading of one loss's graph."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,6 +53,7 @@ class TermRule:
             or a constant.
         numbered: the step divides or multiplies it by a number of its own.
         aliases: other names that it had in compared rows (see `is_same_sum`).
+        source: the parameter that tells it from terms of the same graph name (see `source_of`); 0 if nothing has to.
     """
 
     name: str
@@ -65,6 +65,7 @@ class TermRule:
     divided: bool = False
     numbered: bool = False
     aliases: frozenset[str] = frozenset()
+    source: int = 0
 
     @property
     def looks_up(self) -> bool:
@@ -159,16 +160,6 @@ def hidden_of(term: LossTerm) -> str:
 def alike(shares: Sequence[float]) -> bool:
     """Whether a micro-batch has the same share of all terms: then its loss is scaled as one number."""
     return max(shares) - min(shares) <= ALIKE * max(abs(share) for share in shares)
-
-
-def by_name(
-    terms: Sequence[LossTerm], renamed: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, list[LossTerm]]:
-    """Group terms by name, or by the name that `renamed` has for theirs."""
-    named: dict[str, list[LossTerm]] = defaultdict(list)
-    for term in terms:
-        named[renamed.get(term.name, term.name)].append(term)
-    return named
 
 
 def is_same_sum(one: str, other: str) -> bool:

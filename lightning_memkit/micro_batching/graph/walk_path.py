@@ -107,6 +107,7 @@ def ended_term(path: WalkPath, *, curved: str = "", opaque: str = "") -> LossTer
         shared_products=path.shared_products,
         is_offset=path.is_offset,
         passed=(*path.passed, path.node) if path.is_entered else (),
+        end=path.node,
         below=None if path.is_entered or not path.reduced else path.below,
         curved=curved,
         opaque=opaque,

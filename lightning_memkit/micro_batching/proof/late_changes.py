@@ -1,6 +1,7 @@
-"""Look again at a batch whose micro-batches have changed what no trial has seen a step change."""
+"""What a batch that failed tells: look again at what its micro-batches have changed; note what its loss had."""
 
 import warnings
+from dataclasses import replace
 
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
@@ -9,7 +10,12 @@ from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares.foreseen import StateChangedError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    ForeseenWronglyError,
+    NewFunctionsError,
+    StateChangedError,
+    UnforeseenLossError,
+)
 
 
 def look_again(
@@ -66,3 +72,11 @@ def look_again(
 def _refuse(weighing: Weighing, names: frozenset[str]) -> None:
     changes = [StepChange(kind="attribute", name=name) for name in sorted(names)]
     weighing.refuse(verdicts.changes_in_parts(changes))
+
+
+def note_loss(error: ForeseenWronglyError, weighing: Weighing) -> None:
+    """Take from an unforeseen loss what the rows that are compared next may not show."""
+    if isinstance(error, NewFunctionsError):
+        weighing.head |= error.edges  # ask once
+    elif isinstance(error, UnforeseenLossError) and error.name and weighing.rules is not None:
+        weighing.rules = replace(weighing.rules, apart=error.name)

@@ -4,9 +4,9 @@ A mask here is any number of a row that is zero if the row does not count in the
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite, isnan
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +73,7 @@ def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
         if None in losses:
             return small
         known = {row: loss for row, loss in enumerate(losses) if loss is not None and isfinite(loss)}
-        counted = {count: {row: count(singles[row]) for row in known} for count in counts_of(singles[0])}
+        counted = _counted(singles, known)
         masks = _masks(counted) if known else []
         hardest = sorted(known, key=known.__getitem__, reverse=True)
         full = [row for row in hardest if known[row] and all(mask[row] for mask in masks)]
@@ -95,7 +95,7 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
     """
     total = len(singles)
     looked_at = range(0, total, -(-total // _COUNTED_ROWS))
-    counted = {count: {row: count(singles[row]) for row in looked_at} for count in counts_of(singles[0])}
+    counted = _counted(singles, looked_at)
     masks = _masks(counted)
     # A number with few values is a mask or a class, whose extremes tell more.
     telling = sorted((n for n in counted.values() if len(set(n.values())) > 1), key=_different)
@@ -119,6 +119,15 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
             chosen.setdefault(row)
     first, last, *others = list(chosen)[:rows]
     return [first, *sorted(others), last]
+
+
+def _counted(singles: list[Any], rows: Iterable[int]) -> dict[BatchCount, dict[int, float]]:
+    """Every count of some rows; below all others where a row holds a NaN, as one without a label does."""
+    numbers = {count: {row: count(singles[row]) for row in rows} for count in counts_of(singles[0])}
+    return {
+        count: {row: -inf if isnan(number) else number for row, number in own.items()}
+        for count, own in numbers.items()
+    }
 
 
 def _equal(single: Any, counted: dict[BatchCount, dict[int, float]], place: int) -> list[int]:
@@ -149,9 +158,11 @@ def few_rows(batch: Any) -> list[tuple[int, int]]:
 
 
 def _masks(counted: dict[BatchCount, dict[int, float]]) -> list[dict[int, float]]:
-    """The numbers that are masks: counts of labels, and sums of tensors that hold only 0 and 1."""
+    """The numbers that are masks: counts of labels, sums of tensors that hold only 0 and 1, and what is no NaN."""
     found = []
     for count, numbers in counted.items():
+        if count.kind == "sum" and -inf in numbers.values() and any(map(isfinite, numbers.values())):
+            found.append({row: float(number > -inf) for row, number in numbers.items()})
         if min(numbers.values()) or not any(numbers.values()):
             continue
         same = counted.get(replace(count, kind="nonzero"), numbers)

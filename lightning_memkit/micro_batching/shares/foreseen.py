@@ -62,7 +62,15 @@ class WholeSkippedError(ForeseenWronglyError):
 
 
 class UnforeseenLossError(ForeseenWronglyError):
-    """A micro-batch's loss has other terms than those that were proven to add up."""
+    """A micro-batch's loss has other terms than those that were proven to add up.
+
+    Args:
+        name: that of the terms of which it has more or less; empty for other differences.
+    """
+
+    def __init__(self, message: str = "", name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class NewFunctionsError(UnforeseenLossError):
