@@ -203,8 +203,7 @@ class PartsRunner:
             self.draws.begin_part()
         result = self._run_part(batch, index, weight, which, first=position == 0)
         if of > 1:
-            # After the first, before more has to be undone; the last shows what those between have drawn.
-            self.draws.end_part(looks=position in (0, of - 1))
+            self.draws.end_part(looks=position in (0, of - 1))  # the last shows what those between have drawn
         self._watched.check(position, of)
         return result
 
