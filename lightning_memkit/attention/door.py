@@ -62,8 +62,9 @@ def packed_attention(
             and ``"varlen"`` (torch's own kernel) need half precision on CUDA, ``"flex"`` (compiled
             FlexAttention) needs CUDA. flash_attn is not yet verified on a GPU, the others are (H200).
             ``"dense_mask"`` allocates batch * tokens * tokens bytes. ``"auto"`` takes the first of flash_attn,
-            varlen, flex, loop that can run; one that is named is used or refused, never replaced. For whole
-            rows ``"auto"`` and ``"loop"`` call SDPA itself.
+            varlen, flex, loop that can run; one that is named is used or refused, but
+            for ``"flex"``: the loop takes batches of fewer than 128 tokens on CUDA, and all while operators are
+            observed. For whole rows ``"auto"`` and ``"loop"`` call SDPA itself.
 
     Returns:
         [batch, heads, tokens, head_dim].

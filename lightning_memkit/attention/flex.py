@@ -26,8 +26,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
 
     While operators are observed (`selective` activation checkpointing, a metered step) it runs the loop over
     documents: torch compiles nothing then, and uncompiled FlexAttention computes all scores. It runs the loop
-    for fewer than 128 tokens on CUDA, too: torch's kernel for so few is compiled for each length, of which
-    there may be eight.
+    for fewer than 128 tokens on CUDA, too: torch compiles its kernel for so few tokens once for each length, and
+    from the ninth length on (`torch._dynamo.config.recompile_limit`) runs it uncompiled.
     """
     is_traced = torch.compiler.is_compiling() or isinstance(query, FakeTensor)
     if _is_short(query) or (not is_traced and torch._C._len_torch_dispatch_stack()):

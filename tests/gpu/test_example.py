@@ -100,8 +100,9 @@ def test_what_is_planned_trains_within_the_budget(device: torch.device) -> None:
     fitted.fit(Language(small), batches(3, 16, sized(512, 32)))
     assert fitted.global_step == 3
     needs_cuda("the allocator's own peak")
-    # The first step puts the optimizer's states between what the trials have left: segments then hold more than the
-    # tensors need, up to the budget, where the allocator gives back what is free before it refuses.
-    asked, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    assert asked == pytest.approx(found.best.taken_bytes, rel=0.15)
+    # Its peak is predicted; the allocator rounds by segments. If it misses: is it tensors, or segments left by trials?
+    reserved, stats = torch.cuda.max_memory_reserved(device), torch.cuda.memory_stats(device)
+    asked = ("allocated_bytes.all.peak", "requested_bytes.all.peak", "inactive_split_bytes.all.peak")
+    beside = {name: stats[name] >> 20 for name in asked}
+    assert reserved == pytest.approx(found.best.taken_bytes, rel=0.15), beside
     assert reserved <= budget.bytes()

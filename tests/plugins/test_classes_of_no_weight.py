@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
-from tests.plugins.toys import trainer, weights
+from tests.plugins.toys import LossToy, trainer, weights
 
 ROWS, STEPS, CLASSES = 8, 12, 4
 WEIGHTS = torch.tensor([0.0, 1.0, 2.0, 0.5], dtype=torch.double)
@@ -48,22 +47,11 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class Classifier(LightningModule):
+class Classifier(LossToy):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-        self.scale, self.loss, self.losses = nn.Parameter(torch.tensor(0.1)), loss, list[float]()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(self, self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+        self.scale, self.loss = nn.Parameter(torch.tensor(0.1)), loss
 
 
 def fitted(loss: Loss, size: Any) -> tuple[Tensor, list[float]]:

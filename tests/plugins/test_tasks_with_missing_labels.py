@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
-from tests.plugins.toys import trainer, weights
+from tests.plugins.toys import LossToy, trainer, weights
 
 ROWS, STEPS = 8, 10
 Loss = Callable[["Tasks", Tensor, Tensor], Any]
@@ -51,23 +50,12 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class Tasks(LightningModule):
+class Tasks(LossToy):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
         self.first, self.second = nn.Linear(8, 1), nn.Linear(8, 1)
-        self.loss, self.losses = loss, list[float]()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(self, self.body(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+        self.loss = loss
 
 
 def fitted(loss: Loss, size: Any, missing: Sequence[Sequence[int]]) -> tuple[Tensor, list[float]]:

@@ -191,6 +191,31 @@ class ContrastiveTagger(ShardableTagger):
         return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden)))
 
 
+class LossToy(LightningModule):
+    """Trains `net` on a given loss, called with the module, `net`'s output and the labels; notes what it logs.
+
+    Subclasses make `net` and `loss`.
+    """
+
+    net: nn.Module
+    loss: Callable[[Any, Tensor, Tensor], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self, self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
 def tagged_rows(count: int = 160, length: int = 12) -> list[dict[str, Tensor]]:
     """Rows of which 1 to 12 labels count."""
     generator = torch.Generator().manual_seed(1)
