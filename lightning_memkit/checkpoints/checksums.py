@@ -23,7 +23,8 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 CHUNK_BYTES = 4 * 1024**2
 REMEDY = "Load another checkpoint, or copy this one again."
 DIGEST_BYTES = 8
-_READ_BYTES = 1024**2  # read at a time by each verifying thread, and held in memory meanwhile
+# what verifying threads hold in memory together: unmapping 2 MiB at a time takes a fifth less time than 1 MiB
+_HELD_BYTES = 4 * 1024**2
 _THREADS = 4  # two saturate a desktop's memory; more help with network file systems
 _CACHED_BYTES = 2 * 1024**2  # the largest write that is still in cache after hashing
 
@@ -139,7 +140,7 @@ def write_all(file: Any, view: memoryview) -> None:
 
 
 def check(path: Path, checksums: Checksums, chunks: Iterable[int] | None = None) -> None:
-    """Read chunks of a file in several threads and verify them; holds 1 MiB a thread.
+    """Read chunks of a file in several threads and verify them; holds 4 MiB at most.
 
     Args:
         path: the path of the file.
@@ -158,13 +159,13 @@ def check(path: Path, checksums: Checksums, chunks: Iterable[int] | None = None)
     wanted = sorted(set(range(len(checksums.digests)) if chunks is None else chunks))
     count = min(_THREADS, os.cpu_count() or 1, len(wanted))
     if count <= 1:
-        changed = _first_changed(path, checksums, wanted)
+        changed = _first_changed(path, checksums, wanted, _HELD_BYTES)
     else:
         parts = [
             list(islice(wanted, number, None, count)) for number in range(count)
         ]  # interleaved, so that threads read neighbouring chunks
         with ThreadPoolExecutor(count, thread_name_prefix="memkit-checksums") as threads:
-            results = threads.map(lambda part: _first_changed(path, checksums, part), parts)
+            results = threads.map(lambda part: _first_changed(path, checksums, part, _HELD_BYTES // count), parts)
             changed = min((chunk for chunk in results if chunk is not None), default=None)
     if changed is not None:
         start, end = checksums.range_of(changed)
@@ -188,12 +189,12 @@ def digest(data: Any) -> bytes:
     return xxh3_64_digest(data)
 
 
-def _first_changed(path: Path, checksums: Checksums, chunks: Iterable[int]) -> int | None:
+def _first_changed(path: Path, checksums: Checksums, chunks: Iterable[int], held: int) -> int | None:
     with path.open("rb", buffering=0) as file, closing(_View(file)) as view:
         for chunk in chunks:
             found = xxh3_64()
-            for start in range(*checksums.range_of(chunk), _READ_BYTES):
-                view.into(found, start, min(start + _READ_BYTES, checksums.range_of(chunk)[1]))
+            for start in range(*checksums.range_of(chunk), held):
+                view.into(found, start, min(start + held, checksums.range_of(chunk)[1]))
             if found.intdigest() != checksums.digests[chunk]:
                 return chunk
     return None
