@@ -165,7 +165,9 @@ def check(path: Path, checksums: Checksums, chunks: Iterable[int] | None = None)
             list(islice(wanted, number, None, count)) for number in range(count)
         ]  # interleaved, so that threads read neighbouring chunks
         with ThreadPoolExecutor(count, thread_name_prefix="memkit-checksums") as threads:
-            results = threads.map(lambda part: _first_changed(path, checksums, part, _HELD_BYTES // count), parts)
+            results = threads.map(
+                lambda part: _first_changed(path, checksums, part, _HELD_BYTES // count), parts
+            )
             changed = min((chunk for chunk in results if chunk is not None), default=None)
     if changed is not None:
         start, end = checksums.range_of(changed)
