@@ -121,6 +121,78 @@ def stacks_numbers(node: Any, numel: int) -> bool:
     return _stacks(node, numel, [_VECTOR_NODES])
 
 
+def divides_columns(node: Any, numel: int) -> bool:
+    """Whether a vector has one quotient a column: sums or means over the rows, each divided by its own number.
+
+    As in the mean of several tasks of which each row has some: `((loss * mask).sum(0) / mask.sum(0)).mean()`.
+    """
+    if not 1 < numel <= PARAMETER_NUMEL:
+        return False
+    for _ in range(_VECTOR_NODES):
+        inputs = enumerate(node.next_functions)
+        batched = [(i, child) for i, (child, _) in inputs if child is not None and not of_parameters(child)]
+        if len(batched) != 1 or (kind_of(node) not in _BY_ELEMENT and kind_of(node) not in PASSED):
+            return False
+        index, child = batched[0]
+        if len(shape_into(node, index)) != 1 or numel_into(node, index) != numel:
+            return False
+        if reduces_rows(child):
+            return column_divisor(node, index, numel) is not None
+        node = child
+    return False
+
+
+def column_divisor(node: Any, index: int, numel: int) -> Tensor | None:
+    """The vector by which a node divides its `index`-th input, or one over that with which it multiplies it."""
+    kind = kind_of(node)
+    if (
+        kind not in ("Div", "Mul")
+        or (kind == "Div" and index == 1)
+        or node.next_functions[1 - index][0] is not None
+    ):
+        return None
+    vector = node._saved_other if index == 0 else node._saved_self
+    if not isinstance(vector, Tensor) or vector.numel() != numel:
+        return None
+    return vector.detach() if kind == "Div" else vector.detach().reciprocal()
+
+
+def reduces_rows(node: Any) -> bool:
+    """Whether a node sums or averages over the first dimension, and over others perhaps."""
+    if kind_of(node) not in ("Mean", "Nansum", "Sum") or node.next_functions[0][0] is None:
+        return False
+    ndim = len(shape_into(node, 0))
+    return any(signed(dim) % ndim == 0 for dim in getattr(node, "_saved_dim", None) or ())
+
+
+def signed(number: int) -> int:
+    """A dimension or an index that a node has saved; negative ones are saved as unsigned 64-bit numbers."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def chosen_by(node: Any, output: int) -> tuple[str, int, int] | None:
+    """What a node chooses of each row of its input, as `logits[:, 2]` does; None if it chooses rows, or all.
+
+    Args:
+        node: the node; those of selections, slices and splits choose, and those with several outputs.
+        output: the number of its output.
+
+    Returns:
+        The node's kind, the dimension, and the first index, or the number of the output.
+    """
+    kind = kind_of(node)
+    if kind not in ("Select", "Slice", "Split", "SplitWithSizes", "Unbind"):
+        return (kind, 0, output) if len(node._input_metadata) > 1 else None  # of a compiled module, say
+    if node.next_functions[0][0] is None:
+        return None
+    dim = signed(node._saved_dim) % len(shape_into(node, 0))
+    if dim == 0:
+        return None
+    if kind in ("Select", "Slice"):
+        output = signed(node._saved_index if kind == "Select" else node._saved_start or 0)
+    return kind, dim, output
+
+
 def is_number_viewed(node: Any) -> bool:
     """Whether a node makes a vector of one scalar: `loss.unsqueeze(0)` (as `DataParallel` does), say."""
     if kind_of(node) not in PASSED or node.next_functions[0][0] is None:

@@ -16,7 +16,8 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     LossTerms,
     collapsed,
 )
-from lightning_memkit.micro_batching.graph.term_names import SOURCE, by_name
+from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.term_names import SOURCE, by_name, has_columns, source_of
 from lightning_memkit.micro_batching.graph.term_rules import (
     Law,
     Reading,
@@ -30,7 +31,7 @@ from lightning_memkit.micro_batching.graph.term_rules import (
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 
 # A divisor below this is no count: it is an epsilon that was added or clamped to, against a division by zero.
-SMALL = 1e-3
+SMALL = 1e-3 * (1 + 1e-6)  # with float32's rounding of 1e-3
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
 
@@ -64,6 +65,11 @@ class LossRules:
         told = (rule for rule in self.rules if rule.source)
         return {(rule.name.partition(SOURCE)[0], rule.source): rule.name for rule in told}
 
+    @property
+    def by_column(self) -> bool:
+        """Whether the columns of a vector of quotients are terms (see `terms_of`)."""
+        return has_columns(rule.name for rule in self.rules)
+
     def named_as_in(self, others: "LossRules") -> "LossRules":
         """The rules with the further names that their terms had in other rows, which were compared, too."""
         aliases = {(rule.name, rule.index): rule.aliases for rule in others.rules}
@@ -74,6 +80,10 @@ class LossRules:
             )
         )
 
+    def reading_of(self, loss: Tensor) -> Reading:
+        """Read the divisors of a micro-batch's loss off its graph; see `read`."""
+        return self.read(terms_of(loss, by_column=self.by_column))
+
     def read(self, seen: LossTerms) -> Reading:
         """Read the divisors of a micro-batch's loss.
 
@@ -82,6 +92,8 @@ class LossRules:
         Raises:
             UnforeseenLossError: its loss has other terms than the rules.
         """
+        if self.by_column and seen.by_column is not None:
+            seen = seen.by_column
         if not seen.terms and (seen.opaque or seen.curved):
             raise UnforeseenLossError(seen.opaque or seen.curved)
         named = by_name(seen.terms, self.renamed, self.sources)
@@ -120,6 +132,7 @@ class LossRules:
             quotients=numbers[len(terms) :],
             nodes=tuple(t.nodes for t in terms),
             multiplied=tuple(t.is_multiplied for t in terms),
+            averaged=tuple(t.averaged for t in terms),
             shared_factors=tuple(
                 tuple(t.shared_factor for t in of_rule if t.shared_factor is not None) for of_rule in apart
             ),
@@ -140,6 +153,12 @@ class LossRules:
                 if i < len(term.factors)
             ),
             missing=missing,
+            sources=tuple(
+                source_of(term, by_choice=True)
+                if rule.law is Law.MEAN and rule.branch is None and not (rule.source or rule.has_many_sources)
+                else 0
+                for rule, term in zip(self.rules, terms, strict=True)
+            ),
         )
 
     def tells_less(self, known: "LossRules") -> bool:

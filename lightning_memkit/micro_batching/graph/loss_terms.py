@@ -83,6 +83,8 @@ class LossTerm:
         branch: the last node on the path, by name, that adds several summands; empty without one.
         quotient: the last number that the step itself divided by, without constant factors; 0 without one.
         is_multiplied: the step has multiplied the term by a number, which may be one over a count.
+        averaged: the product of the numbers of elements of the means on the path: the divisor is their product with
+            the step's own numbers.
         top: the term's own value in the loss, as a number and its gain.
         summand: the same higher up, after something without a gradient (an entropy of the targets) was added.
         sums: the sums further up in which the term is added to other terms, likewise.
@@ -109,6 +111,7 @@ class LossTerm:
     bottom: Any
     quotient: Divisor = 0.0
     is_multiplied: bool = False
+    averaged: float = 1.0
     levels: tuple[tuple[str, Divisor], ...] = ()
     branch: str = ""
     top: Addend
@@ -144,12 +147,15 @@ class LossTerms:
             one name.
         is_crossed: a term's gradient passes a node at which another term would be scaled, so all terms must
             have the same share.
+        by_column: the terms if each column of a vector of quotients is one; None if the loss has no such vector,
+            or if they were not read.
     """
 
     terms: tuple[LossTerm, ...] = ()
     curved: str = ""
     opaque: str = ""
     is_crossed: bool = False
+    by_column: "LossTerms | None" = None
 
 
 def collapsed(terms: Sequence[LossTerm], branch: str) -> LossTerm:
@@ -165,4 +171,5 @@ def collapsed(terms: Sequence[LossTerm], branch: str) -> LossTerm:
         branch=branch,
         quotient=divisor if above else 0.0,  # not the first row's: it may differ from row to row
         is_multiplied=False,
+        averaged=1.0,
     )

@@ -30,6 +30,7 @@ from lightning_memkit.micro_batching.graph.graph_nodes import (
     numel_out,
     of_parameters,
     of_weights,
+    signed,
 )
 from lightning_memkit.micro_batching.graph.loss_terms import (
     LossTerm,
@@ -39,11 +40,12 @@ from lightning_memkit.micro_batching.graph.walk_path import WalkPath, divided, d
 from lightning_memkit.micro_batching.graph.walk_rules import RULES, branched, branched_vector, elements
 
 
-def terms_of(loss: Tensor) -> LossTerms:
+def terms_of(loss: Tensor, *, by_column: bool = False) -> LossTerms:
     """Read the terms of a loss from its graph; nothing is computed, and only the terms' nodes are kept.
 
     Args:
         loss: a scalar with a graph.
+        by_column: whether each column is a term, where the loss adds up the columns of a vector of quotients.
 
     Returns:
         The terms. One is `curved` if a nonlinear function follows a reduction, and `opaque` if a custom
@@ -55,12 +57,12 @@ def terms_of(loss: Tensor) -> LossTerms:
         return LossTerms(opaque="a loss without a graph")
     # Under a dispatch mode, operators refuse the scalars that nodes have saved: they come as Python numbers.
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-        return _walked(loss)
+        return _walked(loss, by_column)
 
 
-def _walked(loss: Tensor) -> LossTerms:
+def _walked(loss: Tensor, by_column: bool) -> LossTerms:
     terms: dict[Any, LossTerm] = {}
-    paths = [WalkPath.of(loss)]
+    paths = [WalkPath.of(loss, by_column=by_column)]
     visited = 0
     while paths:
         visited += 1
@@ -105,8 +107,7 @@ def _step(path: WalkPath) -> Any:
     ):
         return [down(path, path.output)]
     if kind in ("Select", "Unbind") and present and not factors_below(node.next_functions[0][0]):
-        # Autograd saves a negative index as an unsigned 64-bit number.
-        number = path.output if kind == "Unbind" else (node._saved_index + 2**63) % 2**64 - 2**63
+        number = path.output if kind == "Unbind" else signed(node._saved_index)
         ways = elements(path, present[0], number)
         if ways is not None:
             return ways

@@ -53,7 +53,8 @@ class TermRule:
             or a constant.
         numbered: the step divides or multiplies it by a number of its own.
         aliases: other names that it had in compared rows (see `is_same_sum`).
-        source: the parameter that tells it from terms of the same graph name (see `source_of`); 0 if nothing has to.
+        source: what tells it from terms of the same graph name (see `source_of`); 0 if nothing has to.
+        has_many_sources: the compared micro-batches computed it by different parameters (of an expert, say).
     """
 
     name: str
@@ -66,6 +67,7 @@ class TermRule:
     numbered: bool = False
     aliases: frozenset[str] = frozenset()
     source: int = 0
+    has_many_sources: bool = False
 
     @property
     def looks_up(self) -> bool:
@@ -83,12 +85,14 @@ class Reading:
 
     `multiplied` holds `LossTerm.is_multiplied`, `offset` holds `LossTerm.is_offset`. `factors` are those that
     must be equal in all micro-batches. `missing` are the means that the loss lacks: they count nothing in it.
+    `sources` tell means from others of their name (see `source_of`); 0 where nothing has to.
     """
 
     divisors: tuple[float, ...]
     quotients: tuple[float, ...]
     nodes: tuple[tuple[Any, ...], ...]
     multiplied: tuple[bool, ...] = ()
+    averaged: tuple[float, ...] = ()
     tops: tuple[tuple[Addend, ...], ...] = ()
     summands: tuple[tuple[Addend, ...], ...] = ()
     sums: tuple[tuple[tuple[Addend, ...], ...], ...] = ()
@@ -100,12 +104,22 @@ class Reading:
     shared_products: tuple[tuple[Edge, ...], ...] = ()
     offset: tuple[bool, ...] = ()
     missing: frozenset[int] = frozenset()
+    sources: tuple[int, ...] = ()
 
     def is_one(self, index: int) -> bool:
         """Whether the step divides or multiplies a term by 1: a count of one, or a clamped zero."""
         return self.quotients[index] == 1.0 or (
             bool(self.multiplied) and self.multiplied[index] and abs(self.divisors[index] - 1) <= ALIKE
         )
+
+    def own_number(self, index: int) -> float:
+        """The size of the step's own number that divides a term: what a clamp keeps from being less."""
+        averaged = self.averaged[index] if self.averaged else 1.0
+        return abs(self.quotients[index]) or abs(self.divisors[index]) / (averaged or 1.0)
+
+    def is_averaged(self, index: int) -> bool:
+        """Whether a term's divisor is more than a number of the step's own: it is a mean as well."""
+        return bool(self.averaged) and abs(self.averaged[index] - 1) > ALIKE
 
     def is_divided(self, index: int) -> bool:
         """Whether the step itself divides a term, or multiplies it by what may be one over a count."""

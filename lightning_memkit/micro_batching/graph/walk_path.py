@@ -53,18 +53,27 @@ class WalkPath:
     reduced: bool = False
     quotient: Divisor = 0.0
     is_multiplied: bool = False
+    averaged: float = 1.0
     gain: Divisor = 1.0  # the product of all factors between this node's number and the loss
     sums: tuple[Addend, ...] = ()
     scaling: tuple[Tensor, ...] = ()  # tensors of several numbers that scale it since the last reduction
     factors: tuple[Tensor, ...] = ()
     element: int | None = None  # the index that is followed in a vector of losses
     place: Edge | None = None  # the edge along which that element's gradient can be scaled by itself
+    by_column: bool = False  # read the quotients of a vector's columns as terms of their own
 
     @classmethod
-    def of(cls, loss: Tensor) -> "WalkPath":
+    def of(cls, loss: Tensor, *, by_column: bool = False) -> "WalkPath":
         """A path that begins at a loss."""
         whole = Addend(Number(loss.grad_fn, loss.output_nr), 1.0)
-        return cls(node=loss.grad_fn, output=loss.output_nr, last=loss.grad_fn, top=whole, summand=whole)
+        return cls(
+            node=loss.grad_fn,
+            output=loss.output_nr,
+            last=loss.grad_fn,
+            top=whole,
+            summand=whole,
+            by_column=by_column,
+        )
 
 
 def down(path: WalkPath, index: int) -> WalkPath:
@@ -96,6 +105,7 @@ def ended_term(path: WalkPath, *, curved: str = "", opaque: str = "") -> LossTer
         bottom=bottom,
         quotient=path.quotient,
         is_multiplied=path.is_multiplied,
+        averaged=path.averaged,
         levels=path.levels,
         branch=path.branch,
         top=path.top,

@@ -15,11 +15,14 @@ from torch import Tensor
 from lightning_memkit.micro_batching.graph.graph_nodes import (
     PASSED,
     PRODUCTS,
+    column_divisor,
+    divides_columns,
     is_number_viewed,
     kind_of,
     numel_into,
     numel_out,
     of_parameters,
+    reduces_rows,
     shape_into,
     stacks_numbers,
 )
@@ -27,6 +30,7 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     Edge,
     LossTerm,
 )
+from lightning_memkit.micro_batching.graph.term_names import COLUMN
 from lightning_memkit.micro_batching.graph.walk_path import (
     WalkPath,
     addend,
@@ -110,7 +114,10 @@ def elements(path: WalkPath, index: int, element: int | None = None) -> list[Wal
     """The paths to one element, or all, of an input that is a vector of losses; None if it is none."""
     node, shape = path.node, shape_into(path.node, index)
     child = node.next_functions[index][0]
-    if path.reduced or path.element is not None or len(shape) != 1 or not stacks_numbers(child, shape[0]):
+    if path.reduced or path.element is not None or len(shape) != 1:
+        return None
+    kind = "Stack" if stacks_numbers(child, shape[0]) else COLUMN
+    if kind == COLUMN and not (path.by_column and divides_columns(child, shape[0])):
         return None
     ways = []
     for number in range(shape[0]) if element is None else [element % shape[0]]:
@@ -118,7 +125,7 @@ def elements(path: WalkPath, index: int, element: int | None = None) -> list[Wal
         share(way)
         way.element, way.place = number, Edge(node, index, number)
         way.edge, way.is_divided = way.place, False
-        way.name = f"{path.name}/Stack"
+        way.name = f"{path.name}/{kind}"
         way.top = way.summand = addend(way)
         ways.append(way)
     return ways
@@ -145,6 +152,9 @@ def _multiplied(path: WalkPath, present: list[int]) -> Any:
     name = "_saved_other" if present[0] == 0 else "_saved_self"
     factor = scalar(path, name)
     if factor is None:
+        column = _column(path, present[0])
+        if column is not None:
+            return column
         note_scaling(path, name)
     else:
         path.gain = path.gain * in_double(factor)
@@ -158,12 +168,34 @@ def _quotient(path: WalkPath, present: list[int]) -> Any:
         return _product(path, present)
     divisor, path.is_divided = scalar(path, "_saved_other"), True
     if divisor is None:
+        column = _column(path, 0)
+        if column is not None:
+            return column
         note_scaling(path, "_saved_other")
     else:
         path.quotient = in_double(divisor)
         path.gain = path.gain * inverse(divisor)
         path = divided(path, divisor)
     return [down(path, 0)]
+
+
+def _column(path: WalkPath, index: int) -> LossTerm | None:
+    """One column of a vector of quotients: its gradient is scaled above the reduction, on the edge to it."""
+    if not path.by_column or path.element is None or not reduces_rows(path.node.next_functions[index][0]):
+        return None
+    vector = column_divisor(path.node, index, numel_out(path.node, path.output))
+    if vector is None:
+        return None
+    divisor = own_number(path, vector)
+    path.quotient = in_double(divisor)
+    path.gain = path.gain * inverse(divisor)
+    path = divided(path, divisor)
+    path.last, path.reduced = Edge(path.node, index, path.element), True
+    path.node, path.output = path.node.next_functions[index]
+    path.name = f"{path.name}/{kind_of(path.node)}"
+    if kind_of(path.node) == "Mean":
+        path = _divided_by_mean(path, 0)
+    return ended_term(path)
 
 
 def _product(path: WalkPath, present: list[int]) -> Any:
@@ -219,11 +251,15 @@ def _summed(path: WalkPath, present: list[int]) -> Any:
 
 
 def _averaged(path: WalkPath, present: list[int]) -> Any:
-    each = numel_into(path.node, present[0]) / max(numel_out(path.node, path.output), 1)
-    path.gain = path.gain * inverse(each)
-    path = divided(path, each)
+    path = _divided_by_mean(path, present[0])
     ways = elements(path, present[0])
     return [down(_reduced(path), present[0])] if ways is None else ways
+
+
+def _divided_by_mean(path: WalkPath, index: int) -> WalkPath:
+    each = numel_into(path.node, index) / max(numel_out(path.node, path.output), 1)
+    path.gain, path.averaged = path.gain * inverse(each), path.averaged * each
+    return divided(path, each)
 
 
 def _reduced(path: WalkPath) -> WalkPath:

@@ -35,6 +35,7 @@ class Window:
         fractions: how much of each mean has been accumulated (see `StepShares`).
         beside: whether a constant stands beside a mean (see `StepShares`).
         before: tensors with gradients of earlier steps, and these.
+        sources: by term, where it comes from (see `SameTerms`).
     """
 
     reference: float = 0.0
@@ -43,6 +44,7 @@ class Window:
     fractions: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sources: dict[int, int] = field(default_factory=dict)
 
     @property
     def factor(self) -> float:
@@ -130,6 +132,12 @@ class BatchWeights:
         Raises:
             UnknownTotalsError: totals are needed before the batch runs, and are not known.
         """
+        shares = self._shares(step, cut)
+        if shares is not None and self.exact_window:
+            shares.same.sources = dict(self._window.sources)
+        return shares
+
+    def _shares(self, step: Step, cut: Cut) -> StepShares | None:
         # A batch that runs whole weighs 1, unless it is one of several.
         if not self._is_observed or not (len(cut.parts) > 1 or self.exact_window or self._run.world_size > 1):
             return None
@@ -201,7 +209,7 @@ class BatchWeights:
     def _finish_batch_of_window(self, step: Step, shares: StepShares, overall: BatchSums) -> None:
         """Add up what the batches of a window have counted; after the last one mend their scale."""
         window, main = self._window, shares.rules.means[0]
-        window.totals = shares.totals
+        window.totals, window.sources = shares.totals, shares.same.sources
         window.counted += shares.counted_of(overall)[main]
         window.fractions = _added(window.fractions, overall.fractions)
         window.beside = _added(window.beside, overall.beside)

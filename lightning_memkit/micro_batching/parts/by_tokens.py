@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, normalized
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.token_parts import TokenPart, extent_of, take_part, wide_tensors
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, Miss, spans_of
@@ -127,6 +126,6 @@ def _miss(step: Step, trials: Trials, partition: Partition) -> Miss:
 
 def _noted(rules: LossRules | None, counts: list[float], loss: Tensor) -> Tensor:
     if rules is not None:
-        counted = rules.counts(rules.read(terms_of(loss)), loss)
+        counted = rules.counts(rules.reading_of(loss), loss)
         counts.append(counted[rules.means[0]] if rules.means else 1.0)
     return loss

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_rules import Law, share_of
 from lightning_memkit.micro_batching.graph.term_scales import scale_terms
 from lightning_memkit.micro_batching.proof.comparison import (
@@ -186,7 +185,7 @@ class TermComparison:
 
 def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float], loss: Tensor) -> Tensor:
     """A loss whose backward sees only the terms in `group`, each scaled."""
-    reading = rules.read(terms_of(loss))
+    reading = rules.reading_of(loss)
     scale_terms(reading, [scale if index in group else 0.0 for index, scale in enumerate(scales)])
     return loss * 1
 

@@ -12,10 +12,10 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.graph.columns import terms_and_columns_of
 from lightning_memkit.micro_batching.graph.loss_head import Edges, head_of
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import LossTerms
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.proof.comparison import (
     Comparison,
     Miss,
@@ -203,7 +203,7 @@ class RowRuns:
         before = Generators(self.trials.draws.of_torch)
 
         def look(loss: Tensor) -> Tensor:
-            seen.append((loss.detach(), terms_of(loss), head_of(loss), before.drawn_from()[0]))
+            seen.append((loss.detach(), terms_and_columns_of(loss), head_of(loss), before.drawn_from()[0]))
             return loss if change is None else change(loss)
 
         trials = self.trials

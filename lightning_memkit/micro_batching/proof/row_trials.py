@@ -11,32 +11,26 @@ from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weighe
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
 from lightning_memkit.micro_batching.graph.learned_rules import (
-    NOTHING_COUNTS,
-    UNTOLD_TERM,
     CurvedLoss,
     UnlikeDivisors,
-    agreed,
-    learned,
 )
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
-from lightning_memkit.micro_batching.graph.term_rules import share_of
 from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.proof import verdicts
-from lightning_memkit.micro_batching.proof.by_terms import COARSE, TermComparison, counts_of
+from lightning_memkit.micro_batching.proof.by_terms import COARSE, TermComparison
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.judged import UNREPEATED, draws_unequally, may_be_unrepeatable
-from lightning_memkit.micro_batching.proof.other_rules import against, by_whole
+from lightning_memkit.micro_batching.proof.row_rules import RowRules
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
     NotFiniteError,
     NothingCountsError,
     RowRuns,
     TrialStep,
-    UntoldTermError,
 )
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
-from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
+from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.utilities.generators import another_seed
 
 # Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
@@ -88,25 +82,12 @@ class RowTrials:
         parts = [self._runs.part(index) for index in range(len(self._runs.rows.parts))]
         present = [part for part in parts if part is not None]
         terms = TermComparison(self._runs, ways, whole, parts, comparison)
-        rules, outcome, is_less = None, None, False
-        if reads and present and not bends:
-            looks = self._runs.step.run.world_size == 1
-            of_parts = [part.terms for part in present]
-            rules = learned(whole.terms, of_parts, whole.loss.dtype, known=known, looks=looks)
-            is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
-        for why, error in ((UNTOLD_TERM, UntoldTermError), (NOTHING_COUNTS, NothingCountsError)):
-            if any_rank(self._runs.step.run, rules == why):
-                raise error
-        if any_rank(self._runs.step.run, is_less):
-            return against(terms, known)
-        rules = self._of_all_ranks(rules)
-        if isinstance(rules, LossRules):
-            outcome = terms.compare(rules)
-            kept = self._kept(rules, outcome, whole, parts)
-            if kept and self._runs.step.run.world_size == 1:
-                outcome = terms.compare(rules.looking_up(kept)) or outcome
-            elif kept:
-                outcome = by_whole(terms, rules, kept) or outcome
+        rules, outcome = None, None
+        if any_rank(self._runs.step.run, bool(reads and present and not bends)):
+            of_rows = RowRules(self._runs.step.run, terms, whole, parts, known)
+            rules, outcome = of_rows.compare()
+            if outcome is not None and of_rows.is_less:
+                return outcome
         if outcome is None:
             outcome = self._by_ways(ways, whole, parts, comparison)
             outcome.why = whole.terms.curved or self._why_not(rules, comparison)
@@ -132,24 +113,6 @@ class RowTrials:
             outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         elif any_rank(run, outcome.whole.drawn is not None):
             self._runs.trials.draws.proven = True
-
-    def _kept(
-        self,
-        rules: LossRules,
-        outcome: ComparisonOutcome | None,
-        whole: TrialStep,
-        parts: list[TrialStep | None],
-    ) -> list[int]:
-        """If a comparison failed, the means whose divisors don't add up, because some may be clamped."""
-        if outcome is not None and outcome.miss.excess <= 1:
-            return []
-        counts = [counts_of(rules, part) for part in parts if part is not None]
-        totals = [sum(values) for values in zip(*counts, strict=True)]
-        unlike = [
-            share_of(total, own) != 1 for total, own in zip(totals, counts_of(rules, whole), strict=True)
-        ]
-        unlike = largest_of_ranks(self._runs.step.run, [float(one) for one in unlike])
-        return [index for index in rules.means if unlike[index]]
 
     def noise_explains(self, outcome: ComparisonOutcome) -> bool:
         """Whether random numbers alone may explain a difference, so that noise must be removed or shared."""
@@ -196,16 +159,6 @@ class RowTrials:
         return verdicts.handed_on(
             [*trials.handed_on, *(change.name for change in outcome.changes)], error, failure
         )
-
-    def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
-        """The rules on which all ranks agree, or the reason why a rank has none."""
-        if self._runs.step.run.world_size == 1:
-            return rules
-        told: list[LossRules | str | None] = values_of_ranks(self._runs.step.run, rules)
-        for one in told:
-            if one == VARYING_FACTOR or isinstance(one, CurvedLoss | UnlikeDivisors):
-                return one
-        return agreed(rules, told)
 
     def _why_not(self, rules: LossRules | str | None, comparison: Comparison) -> str:
         """The reason in the loss's graph against a split, if gradients may not show it; else empty."""

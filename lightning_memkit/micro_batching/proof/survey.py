@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from lightning_memkit.micro_batching import SplittableBatch
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.cut import Cut, rows_together
@@ -63,10 +62,10 @@ class Surveys:
             self._trials.draws.begin()
             if state is not None:
                 state.begin()
-            for counts, lone, _, empty in self._each_counted(step, cut.parts, partition, rules):
-                found.counts.append(counts)
-                found.lone.append(lone)
-                zeros.update(lone & empty)
+            for own in self._each_counted(step, cut.parts, partition, rules):
+                found.counts.append(own.counts)
+                found.lone.append(own.lone)
+                zeros.update(own.lone & own.zeros)
             while any_rank(self._run, bool(found.looks())):
                 asked = found.looks()
                 self._look(step, cut, partition, found)
@@ -123,8 +122,10 @@ class Surveys:
         try:
             saved = nullcontext() if self._differentiates else saving_shapes_only()
             with self._trials.within_budget(step) or nullcontext(), saved:
-                for index, (_, _, told, _) in enumerate(self._each_counted(step, rows, partition, rules)):
-                    found.learn(looks[index], told)
+                counted = self._each_counted(step, rows, partition, rules)
+                # First the generator: on several ranks it has to run to its end.
+                for own, look in zip(counted, looks, strict=False):
+                    found.learn(look, own.looked_at, doubted=own.averaged)
         except Exception as error:
             # Two micro-batches may need too much memory, or the step may fail on them. On several ranks the
             # error is raised, because all must retry together.
@@ -162,8 +163,8 @@ class Surveys:
         self._differentiates = self._differentiates or noted.differentiates
         if loss is None:
             nothing = (0.0,) * len(rules.rules)
-            return _PartCounts(nothing, frozenset(), nothing, frozenset())
-        reading = rules.read(terms_of(loss))
+            return _PartCounts(nothing, nothing)
+        reading = rules.reading_of(loss)
         own = list(rules.counts(reading, loss, noted.values))
         least = least_divisors(rules, reading, foretold, part, own)
         zeros = frozenset(index for index, count in enumerate(own) if not count)
@@ -171,7 +172,7 @@ class Surveys:
             own[index] = reading.divisors[index]
         for index, count in least.counts.items():
             own[index] = count
-        return _PartCounts(tuple(own), least.lone, looked_at(rules, reading, own), zeros)
+        return _PartCounts(tuple(own), looked_at(rules, reading, own), least.lone, zeros, least.averaged)
 
 
 class _PartCounts(NamedTuple):
@@ -179,15 +180,17 @@ class _PartCounts(NamedTuple):
 
     Attributes:
         counts: of each term.
-        lone: the terms that are to be looked up.
         looked_at: the result of `looked_at`, for a look.
+        lone: the terms that are to be looked up.
         zeros: the terms whose value is exactly zero.
+        averaged: see `LeastDivisors`.
     """
 
     counts: tuple[float, ...]
-    lone: frozenset[int]
     looked_at: tuple[float, ...]
-    zeros: frozenset[int]
+    lone: frozenset[int] = frozenset()
+    zeros: frozenset[int] = frozenset()
+    averaged: frozenset[int] = frozenset()
 
 
 def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:

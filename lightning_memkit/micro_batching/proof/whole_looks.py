@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.memory.meter import unmetered
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.partition import Partition
@@ -72,7 +71,7 @@ class WholeLooks:
                 return found
             rules = combination.rules
             try:
-                reading = rules.read(terms_of(loss))
+                reading = rules.reading_of(loss)
                 counts = list(rules.counts(reading, loss, noted.values))
             except UnforeseenLossError as error:
                 raise PartSkippedError(str(error)) from None

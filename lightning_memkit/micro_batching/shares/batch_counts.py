@@ -126,9 +126,14 @@ class Foretelling:
         if not self.ways[index]:
             self._confirmed[index] = self._looked_up[index] = 0
 
-    def may_be_kept(self, index: int, divisor: float) -> bool:
-        """Note a term's divisor; True if it may be clamped: it is the least so far, or among the first."""
-        return index >= len(self._least) or self._least[index].take_in(divisor)
+    def may_be_kept(self, index: int, number: float) -> bool:
+        """Note what a step divides a term by; True if it may be clamped: it is the least so far, or among the first.
+
+        Args:
+            index: the term's index.
+            number: the step's own number. Of a mean over another mean, the divisor is this times a number of elements.
+        """
+        return index >= len(self._least) or self._least[index].take_in(number)
 
     def unlike(self) -> frozenset[int]:
         """The terms whose divisors add up in some batches only."""

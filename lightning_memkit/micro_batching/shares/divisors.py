@@ -21,10 +21,14 @@ class LeastDivisors(NamedTuple):
     Attributes:
         lone: those of which it is unknown whether the divisor is a count or clamped; see `LoneCounts`.
         counts: the counts of the others, by term.
+        averaged: those of `lone` whose divisor is a number of the step's own times a number of elements, as of a mean
+            over the mean of a mask. If that number is clamped, so may be that of two micro-batches as one, and then
+            their divisors add up nevertheless.
     """
 
     lone: frozenset[int]
     counts: dict[int, float]
+    averaged: frozenset[int] = frozenset()
 
 
 def least_divisors(
@@ -58,7 +62,7 @@ def least_divisors(
             divisor, is_one = reading.divisors[index], reading.is_one(index)
             # With an epsilon no divisor is clamped; one near zero counts nothing, see `LossRules.counts`.
             is_own = not rule.excess and not 0 < abs(reading.quotients[index]) <= SMALL
-            if not is_one and not (is_own and told.may_be_kept(index, abs(divisor))):
+            if not is_one and not (is_own and told.may_be_kept(index, reading.own_number(index))):
                 continue
             count = told.count_of(index, part, divisor, is_one=is_one)
             is_zero = own is not None and not own[index]
@@ -66,7 +70,10 @@ def least_divisors(
                 lone.add(index)
             else:
                 counts[index] = count
-    return LeastDivisors(frozenset(lone), counts)
+    averaged = frozenset(
+        index for index in lone if rules.rules[index].law is Law.MEAN and reading.is_averaged(index)
+    )
+    return LeastDivisors(frozenset(lone), counts, averaged)
 
 
 def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
@@ -90,23 +97,31 @@ def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
     return next((index for index in rules.means if totals[index]), rules.means[0])
 
 
-class OwnDivisors:
-    """The divisors of a batch's terms that are no means: one number in all micro-batches, or one that is looked up.
+class SameTerms:
+    """What has to be the same in all micro-batches: where a mean comes from, and the divisors of other terms.
+
+    The whole batch divides two tasks by two numbers. If each micro-batch has one of them, both look like one term,
+    unless they judge different heads or columns (`source_of`). The divisor of a term that is no mean is one number in
+    all micro-batches, or one that is looked up.
 
     Args:
         rules: how the loss's terms add up.
         looked_up: by term, the divisor in the whole batch of a term that seems a sum; None if it was not looked up.
         by_itself: the batch's loss is its own, not a part of one over further batches or ranks.
+
+    Attributes:
+        sources: by mean, where it comes from; to be handed on to the next batch of a window.
     """
 
     def __init__(self, rules: LossRules, looked_up: Sequence[float] | None, *, by_itself: bool) -> None:
         self._rules, self._looked_up, self._by_itself = rules, looked_up, by_itself
         self._seen: dict[int, float] = {}
+        self.sources: dict[int, int] = {}
 
     def compare(
         self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None, lone: frozenset[int]
     ) -> None:
-        """Check that a micro-batch divides these terms by what the others divide them by.
+        """Check that a micro-batch has the terms of the others, and divides by what they divide by.
 
         Raises:
             UnforeseenLossError: it does not.
@@ -114,6 +129,11 @@ class OwnDivisors:
                 it must be looked up in the whole batch.
         """
         for index, rule in enumerate(self._rules.rules):
+            source = reading.sources[index]
+            if source and self.sources.setdefault(index, source) != source:
+                raise UnforeseenLossError(
+                    "terms of several heads or columns, one in each micro-batch", rule.name
+                )
             if rule.law is Law.MEAN or index in lone:
                 continue
             divisor = reading.divisors[index]

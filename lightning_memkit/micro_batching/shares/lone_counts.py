@@ -57,6 +57,7 @@ class LoneCounts:
     why: str = "on another rank"
     unproven: set[int] = field(default_factory=set)
     _told: dict[Look, Sequence[float]] = field(default_factory=dict)
+    _doubted: dict[Look, frozenset[int]] = field(default_factory=dict)
 
     @property
     def terms(self) -> list[int]:
@@ -68,9 +69,10 @@ class LoneCounts:
         needed = dict.fromkeys(look for index in self.terms for look in self._looks_at(index))
         return [look for look in needed if look not in self._told]
 
-    def learn(self, look: Look, counts: Sequence[float]) -> None:
-        """Record the counts of the terms in a look."""
+    def learn(self, look: Look, counts: Sequence[float], *, doubted: frozenset[int] = frozenset()) -> None:
+        """Record the counts of the terms in a look, and the terms whose divisor may be clamped in it, too."""
         self._told[look] = counts
+        self._doubted[look] = doubted
 
     def totals(self) -> list[float] | None:
         """The count of each term in the whole batch (of a sum, its divisor there); None if looks failed.
@@ -152,6 +154,7 @@ class LoneCounts:
         is_told = is_told and not any(
             self._missing(index, look) is None for look in found if look in self._told
         )
+        is_told = is_told and not any(index in self._doubted.get(look, ()) for look in [*found, *pairs])
         near = not self.adjacent or all(second - first == 1 for first, second in pairs)
         if (alone and not pairs) or not is_told or not near:
             return [WHOLE]

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.rests import Rest
 from lightning_memkit.micro_batching.graph.term_rules import (
     Law,
@@ -18,7 +17,7 @@ from lightning_memkit.micro_batching.graph.term_rules import (
 from lightning_memkit.micro_batching.graph.term_scales import scale_terms
 from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
-from lightning_memkit.micro_batching.shares.divisors import BatchSums, OwnDivisors, least_divisors, main_mean
+from lightning_memkit.micro_batching.shares.divisors import BatchSums, SameTerms, least_divisors, main_mean
 from lightning_memkit.micro_batching.shares.foreseen import (
     KeptConstantError,
     LoneCountError,
@@ -46,6 +45,7 @@ class StepShares:
         shared: how much of a term that depends on no row has been accumulated; None where the loss has no such term.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: the parts of the micro-batches' losses that have no gradient, where values were noted.
+        same: checks that micro-batches have the same terms.
 
     Args:
         rules: how the loss's terms add up.
@@ -71,7 +71,7 @@ class StepShares:
         self.lone = [0.0] * len(rules.rules)
         self.looked_up = looked_up
         self._ranks = ranks
-        self._divisors = OwnDivisors(rules, looked_up, by_itself=by_itself)
+        self.same = SameTerms(rules, looked_up, by_itself=by_itself)
         self.counted = [0.0] * len(rules.rules)
         self.fractions, self.beside = [0.0] * len(rules.rules), [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
@@ -108,7 +108,7 @@ class StepShares:
             LoneCountError: divisors have to be looked up before the batch runs.
             UnseenValueError: `values` are needed.
         """
-        reading = self.rules.read(terms_of(loss))
+        reading = self.rules.reading_of(loss)
         if self._factors is None:
             self._factors = reading.factors
         elif not same_factors(self._factors, reading.factors, loss.dtype):
@@ -117,7 +117,7 @@ class StepShares:
         least = least_divisors(self.rules, reading, foretelling, part, own)
         if least.lone and self.looked_up is None:
             raise LoneCountError
-        self._divisors.compare(reading, loss.dtype, foretelling, least.lone)
+        self.same.compare(reading, loss.dtype, foretelling, least.lone)
         counts = list(own)
         for index in {*least.lone, *least.counts} & set(self.rules.means):
             counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
@@ -130,7 +130,7 @@ class StepShares:
         self.counted = [before + count for before, count in zip(self.counted, real, strict=True)]
         shares = self._shares(counts, real, rows)
         for index in least.lone & self.rules.looked_up:
-            shares[index] = self._divisors.share(index, reading.divisors[index])
+            shares[index] = self.same.share(index, reading.divisors[index])
             if shares[index] != 1 and values is None:
                 raise UnseenValueError
         main = self.rules.means[0] if self.rules.means else None
@@ -179,7 +179,7 @@ class StepShares:
 
     def nothing(self, loss: Tensor) -> Tensor:
         """A loss whose backward runs like any other and leaves exact zeros: other ranks wait in it."""
-        reading: Reading = self.rules.read(terms_of(loss))
+        reading: Reading = self.rules.reading_of(loss)
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
 
