@@ -175,6 +175,10 @@ from_loss(
 )  # fmt: skip
 from_loss("mined_negatives", ROWS_ACT, LABELLED, lambda m, b: mined(each(m, b), b["y"] > 1))
 from_loss(
+    "clamped_mean_of_mask", PARTS, {**LABELLED, "keep": "row mask"},
+    lambda m, b: (each(m, b) * b["keep"]).mean() / b["keep"].mean().clamp(min=0.5),
+)  # fmt: skip
+from_loss(
     "token_mask", PARTS, {"x": "tokens", "targets": "token classes", "span": "token mask"},
     lambda m, b: masked(tokens_of(m, b, "targets"), b["span"]), base=Tokens,
 )  # fmt: skip
@@ -277,6 +281,43 @@ from_loss(
     "two_masks", TERMS, {**LABELLED, "a": "row mask", "b": "rare row mask"},
     lambda m, b: masked(each(m, b), b["a"]) + 0.3 * masked(m.logits(b).square().sum(1), b["b"]),
 )  # fmt: skip
+
+from_loss(
+    "column_means", TERMS, {"x": "features", "y": "floats", "has": "binary"},
+    lambda m, b: (((m.logits(b) - b["y"]).square() * b["has"]).sum(0) / b["has"].sum(0).clamp(min=1)).mean(),
+    base=Regression,
+)  # fmt: skip
+
+
+@case(TERMS, {**LABELLED, "target": "floats"})
+class rows_of_one_task(Trained):  # noqa: N801
+    """Rows of four tasks, each with its own head and the mean over its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(CLASSES, OUTPUTS) for _ in range(CLASSES))
+
+    def loss(self, batch: Any) -> Tensor:
+        """The sum over the tasks that the batch has."""
+        x, members = self.logits(batch), [batch["y"] == task for task in range(CLASSES)]
+        pairs = [(head, own) for head, own in zip(self.heads, members, strict=True) if own.any()]
+        return torch.stack([F.mse_loss(head(x[own]), batch["target"][own]) for head, own in pairs]).sum()
+
+
+@case(TERMS, {**LABELLED, "target": "floats"})
+class columns_of_one_head(Trained):  # noqa: N801
+    """The same with a column of one head's output for each task."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """The sum over the tasks that the batch has, and a penalty."""
+        x = self.logits(batch)
+        loss = 0.1 * x.square().mean()
+        for task in range(CLASSES):
+            own = batch["y"] == task
+            if own.any():
+                loss = loss + F.mse_loss(x[own, task], batch["target"][own, 0])
+        return loss
+
 
 # Rows act on each other
 

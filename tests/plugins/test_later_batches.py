@@ -196,7 +196,6 @@ def padded(batch: Batch, generator: torch.Generator) -> None:
         (weights_over_the_largest, ragged_weights),
         (balanced_by_the_batch, with_positives),
         (cut_to_the_longest, of_many_lengths),
-        (tasks_with_labels, with_missing_labels),
         (fused_over_a_mask, masked),
         (fused_over_tokens, padded),
     ],
@@ -205,6 +204,15 @@ def test_data_that_makes_a_loss_another_one(
     loss: Callable[[Net, Batch], Tensor], later: Callable[[Batch, torch.Generator], None]
 ) -> None:
     assert_never_wrong(loss, later)
+
+
+def test_tasks_with_missing_labels_are_split_all_the_same() -> None:
+    plain, _ = fitted(tasks_with_labels, with_missing_labels)
+    for size in (1, 3, "auto"):
+        ours, error = fitted(tasks_with_labels, with_missing_labels, size)
+        assert error is None
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert (mine - theirs).norm() <= 1e-12 * theirs.norm(), f"size {size}"
 
 
 def hard_examples(module: Net, batch: Batch) -> Tensor:

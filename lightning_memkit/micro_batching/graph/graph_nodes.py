@@ -32,11 +32,12 @@ _OF_WEIGHTS = {
     *"""Amax Amin Cumsum Diagonal Div LinalgSvd Mean Mul Neg Select
     Slice Split SplitWithSizes Stack Sum Trace Tril Triu Unbind""".split(),
 } - {"MaskedFill"}
-_LEAF = "torch::autograd::AccumulateGrad"
+LEAF = "torch::autograd::AccumulateGrad"
 MOST_NODES = 4096  # that a walk visits
 # Functions that act on each element of a vector by itself.
 _BY_ELEMENT = frozenset("Add Alias Clone Div Mul Neg Rsub Sub ToCopy".split())
 _VECTOR_NODES = 64  # the most nodes between a sum and the losses that were stacked for it
+_CHOOSING = frozenset("Select Slice Split SplitWithSizes Unbind".split())
 _KINDS: dict[type, str] = {}
 
 
@@ -78,7 +79,7 @@ def of_parameters(node: Any) -> bool:
         if not nodes:
             return True
         current = nodes.pop()
-        if current.name() != _LEAF and kind_of(current) not in _OF_PARAMETERS:
+        if current.name() != LEAF and kind_of(current) not in _OF_PARAMETERS:
             return False
         if prod(current._input_metadata[0].shape) > PARAMETER_NUMEL:
             return False
@@ -91,7 +92,7 @@ def of_weights(node: Any) -> bool:
     nodes, seen = [node], {node}
     while nodes:
         current = nodes.pop()
-        if current.name() == _LEAF:
+        if current.name() == LEAF:
             if not isinstance(current.variable, nn.Parameter):
                 return False
             continue
@@ -174,15 +175,16 @@ def chosen_by(node: Any, output: int) -> tuple[str, int, int] | None:
     """What a node chooses of each row of its input, as `logits[:, 2]` does; None if it chooses rows, or all.
 
     Args:
-        node: the node; those of selections, slices and splits choose, and those with several outputs.
+        node: the node; selections, slices and splits choose, and compiled modules with several outputs.
         output: the number of its output.
 
     Returns:
         The node's kind, the dimension, and the first index, or the number of the output.
     """
     kind = kind_of(node)
-    if kind not in ("Select", "Slice", "Split", "SplitWithSizes", "Unbind"):
-        return (kind, 0, output) if len(node._input_metadata) > 1 else None  # of a compiled module, say
+    if kind not in _CHOOSING:
+        is_torchs_own = type(node) in _KINDS  # these are many, and asking for metadata is slow
+        return None if is_torchs_own or len(node._input_metadata) == 1 else (kind, 0, output)
     if node.next_functions[0][0] is None:
         return None
     dim = signed(node._saved_dim) % len(shape_into(node, 0))

@@ -7,7 +7,7 @@ import torch
 
 from lightning_memkit.micro_batching.graph.loss_rules import SMALL, VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerm, LossTerms, collapsed
-from lightning_memkit.micro_batching.graph.term_names import by_name, source_of, sources_of
+from lightning_memkit.micro_batching.graph.term_names import by_name, origin_of, sources_of
 from lightning_memkit.micro_batching.graph.term_rules import (
     ALIKE,
     Law,
@@ -104,7 +104,8 @@ def learned(
             ones = all(-ALIKE <= number - 1 <= _EPSILON for number in numbers)
             # `any`, not `all`: a division by 0 gives a quotient of 0, which reads as none.
             numbered = ones or any(term.is_numbered for term in own)
-            has_many = branch is None and len({source_of(term, by_choice=True) for term in own}) > 1
+            origin = origin_of(own[0], further=True)
+            has_many = branch is None and not all(origin.is_of(term) for term in own[1:])
             rules.append(
                 replace(
                     rule,

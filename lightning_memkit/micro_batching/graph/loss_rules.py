@@ -17,7 +17,7 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     collapsed,
 )
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
-from lightning_memkit.micro_batching.graph.term_names import SOURCE, by_name, has_columns, source_of
+from lightning_memkit.micro_batching.graph.term_names import SOURCE, by_name, has_columns
 from lightning_memkit.micro_batching.graph.term_rules import (
     Law,
     Reading,
@@ -153,10 +153,10 @@ class LossRules:
                 if i < len(term.factors)
             ),
             missing=missing,
-            sources=tuple(
-                source_of(term, by_choice=True)
+            of_one=tuple(
+                term
                 if rule.law is Law.MEAN and rule.branch is None and not (rule.source or rule.has_many_sources)
-                else 0
+                else None
                 for rule, term in zip(self.rules, terms, strict=True)
             ),
         )

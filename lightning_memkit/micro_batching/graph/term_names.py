@@ -3,16 +3,16 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Parameter
 
-from lightning_memkit.micro_batching.graph.graph_nodes import chosen_by
+from lightning_memkit.micro_batching.graph.graph_nodes import LEAF, chosen_by, kind_of
 from lightning_memkit.micro_batching.graph.loss_terms import Edge, LossTerm, LossTerms
 
 SOURCE = " of head "  # between a term's name and the number of its source
 COLUMN = "Column"  # in the name of a term that is one column of a vector of quotients
-_NEAR = 32  # nodes on the way down to a parameter
+_NEAR, _FURTHER = 32, 8  # levels of nodes down to the nearest parameter, and below it
 
 
 def by_name(
@@ -37,23 +37,55 @@ def has_columns(names: Iterable[str]) -> bool:
     return any(f"/{COLUMN}/" in name for name in names)
 
 
-def source_of(term: LossTerm, *, by_choice: bool = False) -> int:
-    """The id of the parameter that is nearest to a term, as of the head that it judges; 0 if none is near.
+class Origin(NamedTuple):
+    """Where a term comes from, to tell the terms of several tasks apart.
 
-    With `by_choice` it is a hash of this id and of what is chosen of each row's values on the way: of several
-    tasks that one head judges, each has its column.
+    Args:
+        nearest: the id of the nearest parameter, as of the head that the term judges; 0 if none is near.
+        chosen: what is chosen of each row's values on the way to it, as a column of that head's output.
+        near: the ids of parameters further down; empty if they were not looked for.
     """
+
+    nearest: int
+    chosen: frozenset[tuple[str, int, int]]
+    near: frozenset[int] = frozenset()
+
+    def is_of(self, term: LossTerm) -> bool:
+        """Whether a term of another micro-batch comes from there, too: perhaps by way of what only some rows have."""
+        other = origin_of(term)
+        if not other.nearest or not self.nearest or other == self._replace(near=frozenset()):
+            return True
+        if other.nearest not in self.near and self.nearest not in origin_of(term, further=True).near:
+            return False
+        return other.chosen <= self.chosen or self.chosen <= other.chosen
+
+
+def origin_of(term: LossTerm, *, further: bool = False) -> Origin:
+    """Where a term comes from; with `further` the parameters below the nearest one are looked for, too."""
     end = term.end.node if isinstance(term.end, Edge) else term.end
-    seen, edges, chosen = set[Any](), [(end, 0)] if end else [], []
-    for _ in range(_NEAR):
+    seen, edges = set[Any](), [(end, 0)] if end else []
+    nearest, chosen, near, left = 0, [], set[int](), _NEAR
+    while edges:
         for node, output in edges:
-            if isinstance(getattr(node, "variable", None), Parameter):
-                return hash((id(node.variable), *chosen)) if by_choice else id(node.variable)
-            chosen += [choice] if by_choice and (choice := chosen_by(node, output)) else []
+            if kind_of(node) == LEAF:
+                if isinstance(node.variable, Parameter):
+                    nearest = nearest or id(node.variable)
+                    near.add(id(node.variable))
+            elif not nearest:
+                chosen.append(chosen_by(node, output))
+        left = min(left - 1, _FURTHER if further else 0) if nearest else left - 1
+        if not left:
+            break
         seen.update(node for node, _ in edges)
         below = (edge for node, _ in edges for edge in node.next_functions)
         edges = list(dict.fromkeys(edge for edge in below if edge[0] is not None and edge[0] not in seen))
-    return 0
+    return Origin(nearest, frozenset(chosen) - {None}, frozenset(near if further else ()))
+
+
+def source_of(term: LossTerm, *, by_choice: bool = False) -> int:
+    """A key for a term's origin: the nearest parameter, or that and what is chosen on the way; 0 if none is near."""
+    origin = origin_of(term)
+    return hash(origin) if by_choice and origin.nearest else origin.nearest
 
 
 def sources_of(

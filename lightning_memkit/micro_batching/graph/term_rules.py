@@ -85,7 +85,7 @@ class Reading:
 
     `multiplied` holds `LossTerm.is_multiplied`, `offset` holds `LossTerm.is_offset`. `factors` are those that
     must be equal in all micro-batches. `missing` are the means that the loss lacks: they count nothing in it.
-    `sources` tell means from others of their name (see `source_of`); 0 where nothing has to.
+    `of_one` are the means that have to have one origin in all micro-batches of a batch; None for other terms.
     """
 
     divisors: tuple[float, ...]
@@ -104,7 +104,7 @@ class Reading:
     shared_products: tuple[tuple[Edge, ...], ...] = ()
     offset: tuple[bool, ...] = ()
     missing: frozenset[int] = frozenset()
-    sources: tuple[int, ...] = ()
+    of_one: tuple[LossTerm | None, ...] = ()
 
     def is_one(self, index: int) -> bool:
         """Whether the step divides or multiplies a term by 1: a count of one, or a clamped zero."""

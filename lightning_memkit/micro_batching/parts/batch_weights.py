@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import normalized
 from lightning_memkit.micro_batching.graph import observation
+from lightning_memkit.micro_batching.graph.term_names import Origin
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
@@ -35,7 +36,7 @@ class Window:
         fractions: how much of each mean has been accumulated (see `StepShares`).
         beside: whether a constant stands beside a mean (see `StepShares`).
         before: tensors with gradients of earlier steps, and these.
-        sources: by term, where it comes from (see `SameTerms`).
+        origins: of the means (see `SameTerms`).
     """
 
     reference: float = 0.0
@@ -44,7 +45,7 @@ class Window:
     fractions: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    sources: dict[int, int] = field(default_factory=dict)
+    origins: dict[int, Origin] = field(default_factory=dict)
 
     @property
     def factor(self) -> float:
@@ -134,7 +135,7 @@ class BatchWeights:
         """
         shares = self._shares(step, cut)
         if shares is not None and self.exact_window:
-            shares.same.sources = dict(self._window.sources)
+            shares.same.origins = dict(self._window.origins)
         return shares
 
     def _shares(self, step: Step, cut: Cut) -> StepShares | None:
@@ -209,7 +210,7 @@ class BatchWeights:
     def _finish_batch_of_window(self, step: Step, shares: StepShares, overall: BatchSums) -> None:
         """Add up what the batches of a window have counted; after the last one mend their scale."""
         window, main = self._window, shares.rules.means[0]
-        window.totals, window.sources = shares.totals, shares.same.sources
+        window.totals, window.origins = shares.totals, shares.same.origins
         window.counted += shares.counted_of(overall)[main]
         window.fractions = _added(window.fractions, overall.fractions)
         window.beside = _added(window.beside, overall.beside)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_memkit.micro_batching.graph.loss_rules import SMALL, LossRules
+from lightning_memkit.micro_batching.graph.term_names import Origin, origin_of
 from lightning_memkit.micro_batching.graph.term_rules import Law, Reading, rounding_of, share_of
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling, Shown
 from lightning_memkit.micro_batching.shares.foreseen import LoneCountError, UnforeseenLossError
@@ -101,7 +102,7 @@ class SameTerms:
     """What has to be the same in all micro-batches: where a mean comes from, and the divisors of other terms.
 
     The whole batch divides two tasks by two numbers. If each micro-batch has one of them, both look like one term,
-    unless they judge different heads or columns (`source_of`). The divisor of a term that is no mean is one number in
+    unless they judge different heads or columns (`Origin`). The divisor of a term that is no mean is one number in
     all micro-batches, or one that is looked up.
 
     Args:
@@ -110,13 +111,13 @@ class SameTerms:
         by_itself: the batch's loss is its own, not a part of one over further batches or ranks.
 
     Attributes:
-        sources: by mean, where it comes from; to be handed on to the next batch of a window.
+        origins: of the means; to be handed on to the next batch of a window.
     """
 
     def __init__(self, rules: LossRules, looked_up: Sequence[float] | None, *, by_itself: bool) -> None:
         self._rules, self._looked_up, self._by_itself = rules, looked_up, by_itself
         self._seen: dict[int, float] = {}
-        self.sources: dict[int, int] = {}
+        self.origins: dict[int, Origin] = {}
 
     def compare(
         self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None, lone: frozenset[int]
@@ -129,8 +130,12 @@ class SameTerms:
                 it must be looked up in the whole batch.
         """
         for index, rule in enumerate(self._rules.rules):
-            source = reading.sources[index]
-            if source and self.sources.setdefault(index, source) != source:
+            mean = reading.of_one[index]
+            if mean is None:
+                pass
+            elif index not in self.origins:
+                self.origins[index] = origin_of(mean, further=True)
+            elif not self.origins[index].is_of(mean):
                 raise UnforeseenLossError(
                     "terms of several heads or columns, one in each micro-batch", rule.name
                 )
