@@ -120,7 +120,7 @@ def fitted(
     return weights(toy), toy.losses
 
 
-@pytest.mark.parametrize("missing", [0.1, 0.6])
+@pytest.mark.parametrize("missing", [0.6, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_each_column_is_weighed_by_its_own_count(loss: Loss, size: int, missing: float) -> None:
