@@ -1,7 +1,7 @@
 """Terms that are the columns of a vector of quotients: each task's mean over the rows that have it.
 
-Of `((loss * mask).sum(0) / mask.sum(0)).mean()` a graph shows one sum and a vector that scales it. Where that explains
-no split, the vector may be one over counts, and each column is read as a term with its own divisor.
+Of `((loss * mask).sum(0) / mask.sum(0)).mean()` a graph shows one sum and a vector that scales it. The vector may
+be one over counts: then each column is read as a term with its own divisor.
 """
 
 from collections.abc import Sequence

@@ -37,6 +37,9 @@ class RowRules:
         whole: the trial of all rows.
         parts: the trials of their micro-batches.
         known: rules that held in other rows.
+
+    Attributes:
+        is_less: these rows tell less than is known, and were compared by the known rules.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class RowRules:
         self.is_less = False
 
     def compare(self) -> Compared:
-        """Compare by the terms, and by columns where that fails and the loss has some.
+        """Compare by the terms, and by columns if the loss has some and they are known, may be counts, or terms fail.
 
         Returns:
             The rules, or the reason why there are none; and the outcome, None if terms don't add up as the rules say.
