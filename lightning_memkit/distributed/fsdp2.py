@@ -80,6 +80,15 @@ def sharded_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]
     return found
 
 
+def gathered_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters that FSDP2 has gathered from shards at least once, each with its shard."""
+    for group in parameter_groups(sharded_states(module)):
+        for param in group.fsdp_params:
+            gathered, shard = getattr(param, "_unsharded_param", None), getattr(param, "sharded_param", None)
+            if isinstance(gathered, nn.Parameter) and isinstance(shard, nn.Parameter):
+                yield gathered, shard
+
+
 def why_no_reset(module: nn.Module) -> str:
     """Why FSDP2's engine can't be reset with this torch; empty if it can."""
     states = sharded_states(module)

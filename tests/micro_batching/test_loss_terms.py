@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_memkit.micro_batching.graph.agreed_rules import agreed
 from lightning_memkit.micro_batching.graph.learned_rules import (
     UNTOLD_TERM,
     JointTerm,
     UnlikeDivisors,
-    agreed,
     learned,
 )
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules

@@ -4,8 +4,9 @@ Of `((loss * mask).sum(0) / mask.sum(0)).mean()` a graph shows one sum and a vec
 be one over counts: then each column is read as a term with its own divisor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_memkit.micro_batching.graph.learned_rules import learned
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import LossTerms
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.origins import Key
 from lightning_memkit.micro_batching.graph.term_names import has_columns
 
 
@@ -32,10 +34,11 @@ def learned_columns(
     *,
     known: LossRules | None = None,
     looks: bool = True,
+    parameters: Mapping[Key, str] = MappingProxyType({}),
 ) -> LossRules | str:
     """As `learned`, of terms that `terms_and_columns_of` has read by column."""
     columns = [seen.by_column for seen in (whole, *parts) if seen.by_column is not None]
     if len(columns) <= len(parts):
         return "a vector of quotients that not all micro-batches have"
     known = known if known is not None and known.by_column else None
-    return learned(columns[0], columns[1:], dtype, known=known, looks=looks)
+    return learned(columns[0], columns[1:], dtype, known=known, looks=looks, parameters=parameters)

@@ -1,13 +1,15 @@
 """Learn how a loss's terms add up from one batch that was run whole and in micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
 from lightning_memkit.micro_batching.graph.loss_rules import SMALL, VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerm, LossTerms, collapsed
-from lightning_memkit.micro_batching.graph.term_names import by_name, origin_of, sources_of
+from lightning_memkit.micro_batching.graph.origins import Key, origin_of
+from lightning_memkit.micro_batching.graph.term_names import by_name, sources_of
 from lightning_memkit.micro_batching.graph.term_rules import (
     ALIKE,
     Law,
@@ -47,6 +49,7 @@ def learned(
     *,
     known: LossRules | None = None,
     looks: bool = True,
+    parameters: Mapping[Key, str] = MappingProxyType({}),
 ) -> LossRules | str:
     """Learn how a loss's terms add up from a batch run whole and in micro-batches, or say why it can't be.
 
@@ -56,6 +59,7 @@ def learned(
         dtype: the dtype in which the loss was computed, for the rounding of divisors.
         known: rules learned from other rows; a term of `Law.OWN` stays so.
         looks: whether divisors that follow no law can be looked up in each batch.
+        parameters: the names of the module's parameters by their `id`, which tell terms of one graph apart.
     """
     excesses = {(r.name, r.index): r.excess for r in (known.rules if known else ()) if r.law is Law.MEAN}
     own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
@@ -66,7 +70,7 @@ def learned(
         return CurvedLoss(whole.curved)
     renamed = _renamed((whole, *parts), known)
     given = (known.sources, known.apart) if known else ({}, "")
-    sources = sources_of((whole, *parts), renamed, *given)
+    sources = sources_of((whole, *parts), renamed, *given, parameters)
     named = [by_name(seen.terms, renamed, sources) for seen in (whole, *parts)]
     optional = _optional(named, known)
     if isinstance(optional, str):
@@ -172,47 +176,6 @@ def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | Non
             return UNTOLD_TERM
         found.append(TermRule(name=name, index=0, law=Law.MEAN, numbered=whole[0].is_numbered))
     return found
-
-
-def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) -> LossRules | None:
-    """A rank's rules, corrected by those of all ranks; None if their terms or laws contradict each other.
-
-    If only one of a rank's rows counts, a mean's divisor is 1 in the whole and in micro-batches, as a sum's
-    would be. If another rank shows that the divisors add up, the term is a mean.
-
-    Args:
-        own: the rules that this rank has learned.
-        told: the rules that each rank has learned.
-    """
-    rules = [one for one in told if isinstance(one, LossRules)]
-    if not isinstance(own, LossRules) or len(rules) < len(told):
-        return None
-    if len({len(one.rules) for one in rules}) > 1:
-        return None
-    merged = [_of_ranks(*of_one) for of_one in zip(own.rules, *(one.rules for one in rules), strict=True)]
-    found = [rule for rule in merged if rule is not None]
-    return LossRules(rules=tuple(found)) if len(found) == len(merged) else None
-
-
-def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
-    """The corrected rule of one term; see `agreed`."""
-    if any((rule.index, rule.branch) != (own.index, own.branch) for rule in told):
-        return None
-    if not all(is_same_sum(rule.name, own.name) for rule in told):
-        return None
-    names = {name for rule in told for name in (rule.name, *rule.aliases)}
-    own = replace(own, aliases=own.aliases | (names - {own.name}))
-    if len({(rule.law, rule.divided) for rule in told}) == 1:
-        return own
-    if not all(rule.law is Law.MEAN or (rule.law is Law.SUM and rule.divided) for rule in told):
-        return None
-    return replace(
-        own,
-        law=Law.MEAN,
-        divided=False,
-        excess=max(rule.excess for rule in told),
-        numbered=any(rule.numbered for rule in told),
-    )
 
 
 def _fixed_factors(groups: list[list[LossTerm]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:

@@ -17,7 +17,7 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     collapsed,
 )
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
-from lightning_memkit.micro_batching.graph.term_names import SOURCE, by_name, has_columns
+from lightning_memkit.micro_batching.graph.term_names import by_name, has_columns, without_source
 from lightning_memkit.micro_batching.graph.term_rules import (
     Law,
     Reading,
@@ -63,7 +63,7 @@ class LossRules:
     def sources(self) -> dict[tuple[str, int], str]:
         """The names of the rules that a source tells apart, by their terms' name and source."""
         told = (rule for rule in self.rules if rule.source)
-        return {(rule.name.partition(SOURCE)[0], rule.source): rule.name for rule in told}
+        return {(without_source(rule.name)[0], rule.source): rule.name for rule in told}
 
     @property
     def by_column(self) -> bool:

@@ -3,16 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
-from torch.nn import Parameter
+from lightning_memkit.micro_batching.graph.loss_terms import LossTerm, LossTerms
+from lightning_memkit.micro_batching.graph.origins import Key, origin_of, source_of
 
-from lightning_memkit.micro_batching.graph.graph_nodes import LEAF, chosen_by, kind_of
-from lightning_memkit.micro_batching.graph.loss_terms import Edge, LossTerm, LossTerms
-
-SOURCE = " of head "  # between a term's name and the number of its source
+SOURCE = " of "  # between a term's name and that of its source
+UNNAMED = "?"  # begins the name of a source that is no parameter of the module
 COLUMN = "Column"  # in the name of a term that is one column of a vector of quotients
-_NEAR, _FURTHER = 32, 8  # levels of nodes down to the nearest parameter, and below it
 
 
 def by_name(
@@ -32,60 +29,15 @@ def by_name(
     return named
 
 
+def without_source(name: str) -> tuple[str, str]:
+    """The name that a term has in its graph, and that of its source, empty if nothing had to tell it apart."""
+    graph_name, _, source = name.partition(SOURCE)
+    return graph_name, source
+
+
 def has_columns(names: Iterable[str]) -> bool:
     """Whether some terms are columns of a vector of quotients, by their names."""
     return any(f"/{COLUMN}/" in name for name in names)
-
-
-class Origin(NamedTuple):
-    """Where a term comes from, to tell the terms of several tasks apart.
-
-    Args:
-        nearest: the id of the nearest parameter, as of the head that the term judges; 0 if none is near.
-        chosen: what is chosen of each row's values on the way to it, as a column of that head's output.
-        near: the ids of parameters further down; empty if they were not looked for.
-    """
-
-    nearest: int
-    chosen: frozenset[tuple[str, int, int]]
-    near: frozenset[int] = frozenset()
-
-    def is_of(self, term: LossTerm) -> bool:
-        """Whether a term of another micro-batch comes from there, too: perhaps by way of what only some rows have."""
-        other = origin_of(term)
-        if not other.nearest or not self.nearest or other == self._replace(near=frozenset()):
-            return True
-        if other.nearest not in self.near and self.nearest not in origin_of(term, further=True).near:
-            return False
-        return other.chosen <= self.chosen or self.chosen <= other.chosen
-
-
-def origin_of(term: LossTerm, *, further: bool = False) -> Origin:
-    """Where a term comes from; with `further` the parameters below the nearest one are looked for, too."""
-    end = term.end.node if isinstance(term.end, Edge) else term.end
-    seen, edges = set[Any](), [(end, 0)] if end else []
-    nearest, chosen, near, left = 0, [], set[int](), _NEAR
-    while edges:
-        for node, output in edges:
-            if kind_of(node) == LEAF:
-                if isinstance(node.variable, Parameter):
-                    nearest = nearest or id(node.variable)
-                    near.add(id(node.variable))
-            elif not nearest:
-                chosen.append(chosen_by(node, output))
-        left = min(left - 1, _FURTHER if further else 0) if nearest else left - 1
-        if not left:
-            break
-        seen.update(node for node, _ in edges)
-        below = (edge for node, _ in edges for edge in node.next_functions)
-        edges = list(dict.fromkeys(edge for edge in below if edge[0] is not None and edge[0] not in seen))
-    return Origin(nearest, frozenset(chosen) - {None}, frozenset(near if further else ()))
-
-
-def source_of(term: LossTerm, *, by_choice: bool = False) -> int:
-    """A key for a term's origin: the nearest parameter, or that and what is chosen on the way; 0 if none is near."""
-    origin = origin_of(term)
-    return hash(origin) if by_choice and origin.nearest else origin.nearest
 
 
 def sources_of(
@@ -93,6 +45,7 @@ def sources_of(
     renamed: Mapping[str, str],
     known: Mapping[tuple[str, int], str],
     apart: str,
+    parameters: Mapping[Key, str],
 ) -> dict[tuple[str, int], str]:
     """Names for terms of one name that some of these rows lack: each by the parameter that is nearest to it.
 
@@ -104,6 +57,7 @@ def sources_of(
         renamed: as for `by_name`.
         known: the names that sources have told so far, which are kept.
         apart: the name of terms that are to be told apart in any case.
+        parameters: the names of parameters by their `id`, by which ranks know a source of each other.
     """
     sources = dict(known)
     named = [by_name(one.terms, renamed, sources) for one in seen]
@@ -114,10 +68,21 @@ def sources_of(
             continue
         for by_choice in (False, True):
             whole, *parts = [[source_of(term, by_choice=by_choice) for term in of_one] for of_one in terms]
+            origins = {
+                source_of(term, by_choice=by_choice): origin_of(term) for of_one in terms for term in of_one
+            }
             is_told = all(len({*one} - {0}) == len(one) for one in (whole, *parts))
             # Rows that a step adds up one by one may be chosen, too: their numbers in a micro-batch are others.
             if is_told and not (by_choice and {*whole} != {source for part in parts for source in part}):
                 for source in dict.fromkeys(source for one in (whole, *parts) for source in one):
-                    sources[name, source] = f"{name}{SOURCE}{len(sources)}"
+                    origin = origins[source]
+                    of = repr(parameters.get(origin.nearest, f"{UNNAMED}{len(sources)}"))
+                    chosen = f" {sorted(origin.chosen)}" if by_choice else ""
+                    sources[name, source] = f"{name}{SOURCE}{of}{chosen}"
                 break
     return sources
+
+
+def are_named(names: Iterable[str]) -> bool:
+    """Whether other ranks know the sources of these terms by the terms' names."""
+    return not any(f"{SOURCE}'{UNNAMED}" in name for name in names)

@@ -16,6 +16,7 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     LossTerm,
     Number,
 )
+from lightning_memkit.micro_batching.graph.term_names import without_source
 from lightning_memkit.micro_batching.graph.walk_rules import RULES
 
 
@@ -182,9 +183,12 @@ def is_same_sum(one: str, other: str) -> bool:
     A walk ends where tensors of rows are added elementwise, and goes on where only one of them has a gradient. Which
     of them have may depend on the rows: `nn.AdaptiveLogSoftmaxWithLoss` adds those of each cluster that has a label.
     """
-    short, long = sorted((one, other), key=len)
+    (short, of_short), (long, of_long) = sorted(
+        map(without_source, (one, other)), key=lambda parts: len(parts[0])
+    )
     end = long.removeprefix(f"{short}/")
-    return one == other or (end != long and "/" not in end and end not in RULES)
+    is_longer = end != long and "/" not in end and end not in RULES
+    return of_short == of_long and (short == long or is_longer)
 
 
 def difference_of(expected: Any, found: Any) -> str:

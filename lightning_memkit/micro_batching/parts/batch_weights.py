@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import normalized
 from lightning_memkit.micro_batching.graph import observation
-from lightning_memkit.micro_batching.graph.term_names import Origin
+from lightning_memkit.micro_batching.graph.origins import Origin
 from lightning_memkit.micro_batching.parts.cut import Cut
+from lightning_memkit.micro_batching.parts.origins_of_ranks import OriginsOfRanks
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
@@ -79,6 +80,7 @@ class BatchWeights:
         self._run, self._partition = run, partition
         self._has_exact_windows = exact_window
         self._window = Window()
+        self._origins = OriginsOfRanks(run)
 
     @property
     def exact_window(self) -> bool:
@@ -182,6 +184,7 @@ class BatchWeights:
 
         Raises:
             MistakenTotalsError: one factor can't mend the scale.
+            UnforeseenLossError: a mean comes from another head on another rank.
         """
         if shares is None:
             if self.exact_window and step.ends_window:
@@ -190,7 +193,10 @@ class BatchWeights:
         if not shares.rules.means:
             return 1.0
         counted, foretold = shares.counted, self._partition.combination.foretold
-        overall = shares.sums().averaged(self._averaged)
+        origins = shares.same.origins
+        sums = shares.sums()._replace(origins=self._origins.numbers(shares.rules, origins))
+        overall = sums.averaged(self._averaged)
+        self._origins.check(shares.rules, origins, overall.origins)
         if self.exact_window:
             self._finish_batch_of_window(step, shares, overall)
             return 1.0

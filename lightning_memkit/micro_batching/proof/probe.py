@@ -76,18 +76,16 @@ class Weighing:
         self.verdict: Verdict | None = None
         self.rules: LossRules | None = None
         self.foretold = Foretelling()
-        self.unlike = False
         self.rests: RestRules | None = None
         self.state: ComposedState | None = None
         self.logs, self.returned = LoggedValues(), ReturnedValues()
-        self.unproven, self.skipped = "", False
+        self.unlike, self.unproven, self.skipped = False, "", False
         self.probes, self.fewest = 0, 1
         self.head: Edges = frozenset()
         self._ways = OpenWays(given=weigh_by)
-        self._batches = 0
         self._smallest = 0  # rows of the smallest micro-batch that was compared
         self._is_mixed = False  # two micro-batches were compared that both count something
-        self._novelties = Novelties()
+        self._batches, self._novelties = 0, Novelties()
         self._is_new = False  # the batch at hand has something that no batch before it had
         self._is_untold = False  # a term was seen of which no rows have told how it adds up
 
@@ -105,8 +103,10 @@ class Weighing:
         self._ways = self._ways.at(step.batch)
         splits = self.rules is None and self.verdict is not None and self.verdict.adds_up
         splits = splits and 0 < micro_batch_size < batch_size(step.batch)
-        told = [self._wanted(step, micro_batch_size), splits, self._ways.without_labels]
-        wanted, splits, unlabelled = largest_of_ranks(step.run, told)
+        wanted = self._wanted(step, micro_batch_size)
+        is_new = self._is_new and not self._novelties.only_classes
+        told = [wanted, is_new, splits, self._ways.without_labels]
+        wanted, is_new, splits, unlabelled = largest_of_ranks(step.run, told)
         self._ways = self._ways.by_rows() if unlabelled else self._ways
         self.weigh_by = self._ways.chosen(self.weigh_by)
         if not wanted and not (splits and self._ways.is_new):
@@ -114,7 +114,7 @@ class Weighing:
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
         self._probe(step, trials, PROBED_SAMPLES[0] if is_first else micro_batch_size)
-        if is_first or self._is_untold or (self._is_new and not self._novelties.only_classes):
+        if is_first or self._is_untold or is_new:
             self._contradict(step, trials)
 
     def _contradict(self, step: Step, trials: Trials) -> None:
@@ -132,7 +132,7 @@ class Weighing:
                 probed = self._rows_of(step, trials, rows, place, alone=True)
                 self._settled_by(step, trials, replace(probed, is_further=True), is_last=True)
             verdict = self.verdict
-            if verdict is None or not verdict.may_be_rounding:
+            if any_rank(step.run, verdict is None or not verdict.may_be_rounding):
                 return
             # A few rows prove no more than five did: what they show is dropped, but for names of terms.
             if self.rules is not None and known["rules"] is not None:

@@ -1,18 +1,18 @@
 """Learn from some rows how a loss's terms add up, and compare by that: term by term, or column by column."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 
+from lightning_memkit.micro_batching.graph.agreed_rules import agreed
 from lightning_memkit.micro_batching.graph.columns import learned_columns
 from lightning_memkit.micro_batching.graph.learned_rules import (
     NOTHING_COUNTS,
     UNTOLD_TERM,
     CurvedLoss,
     UnlikeDivisors,
-    agreed,
     learned,
 )
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
+from lightning_memkit.micro_batching.graph.origins import ParameterNames
 from lightning_memkit.micro_batching.graph.term_rules import Law, share_of
 from lightning_memkit.micro_batching.proof.by_terms import TermComparison, counts_of
 from lightning_memkit.micro_batching.proof.row_runs import (
@@ -112,6 +112,7 @@ class RowRules:
             self._whole.loss.dtype,
             known=self._known,
             looks=self._run.world_size == 1,
+            parameters=ParameterNames(self._run.module),
         )
 
     def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
@@ -143,12 +144,20 @@ class RowRules:
             NothingCountsError: the comparison does not fail: these rows only show less than is known.
         """
         outcome = None
-        with suppress(UnforeseenLossError):
-            if self._known is not None:
-                outcome = self._terms.compare(self._known, of_whole=True)
+        if self._known is not None and not any_rank(self._run, not self._can_read(self._known)):
+            outcome = self._terms.compare(self._known, of_whole=True)
         if outcome is None or outcome.miss.excess <= 1:
             raise NothingCountsError
         return outcome
+
+    def _can_read(self, rules: LossRules) -> bool:
+        """Whether all of this rank's trials have the terms of these rules."""
+        try:
+            for trial in (self._whole, *self._parts):
+                rules.read(trial.terms)
+        except UnforeseenLossError:
+            return False
+        return True
 
     def _by_whole(self, rules: LossRules, kept: Sequence[int]) -> ComparisonOutcome | None:
         """Compare by the whole's divisors, if micro-batches have clamped ones; None if that fails, too.

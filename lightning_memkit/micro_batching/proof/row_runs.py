@@ -281,7 +281,8 @@ class RowRuns:
         return miss
 
     def _largest(self, miss: Miss) -> Miss:
-        return replace(miss, excess=largest_of_ranks(self.step.run, [miss.excess])[0])
+        excess, error = largest_of_ranks(self.step.run, [miss.excess, miss.relative_error])
+        return replace(miss, excess=excess, relative_error=error)
 
 
 def several_count(parts: Sequence[TrialStep | None]) -> bool:

@@ -56,22 +56,16 @@ class Surveys:
         Raises:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
-        told, state = partition.combination.foretold, partition.combination.state
+        told, ranks = partition.combination.foretold, self._trials.ranks
         found, zeros = self._lone_counts(step, partition, rules), set[int]()
         with self._trials.no_trace(step, *cut.parts):
-            self._trials.draws.begin()
-            if state is not None:
-                state.begin()
-            for own in self._each_counted(step, cut.parts, partition, rules):
-                found.counts.append(own.counts)
-                found.lone.append(own.lone)
-                zeros.update(own.lone & own.zeros)
+            ranks.alike(lambda: self._count(step, cut, partition, found, zeros))
             while any_rank(self._run, bool(found.looks())):
                 asked = found.looks()
-                self._look(step, cut, partition, found)
+                ranks.alike(lambda: self._look(step, cut, partition, found))
                 if not any_rank(self._run, found.looks() != asked):
                     break  # the looks that are left can't be run
-            self._trials.ranks.forget_part()
+            ranks.forget_part()
         totals = found.totals()
         if any_rank(self._run, totals is None) or totals is None:
             raise UnforeseenLossError(found.why)
@@ -108,6 +102,17 @@ class Surveys:
             adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
             adds_up=not is_alone,
         )
+
+    def _count(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts, zeros: set[int]) -> None:
+        """Note what each micro-batch counts, and which divisors of nothing are to be looked up."""
+        assert partition.combination.rules is not None
+        self._trials.draws.begin()
+        if partition.combination.state is not None:
+            partition.combination.state.begin()
+        for own in self._each_counted(step, cut.parts, partition, partition.combination.rules):
+            found.counts.append(own.counts)
+            found.lone.append(own.lone)
+            zeros.update(own.lone & own.zeros)
 
     def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
         """Run the looks that are needed; one that can't be run gives nothing."""

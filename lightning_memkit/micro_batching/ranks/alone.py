@@ -84,6 +84,14 @@ class Ranks:
         """
         return run()
 
+    def alike(self, run: Callable[[], T]) -> T:
+        """Call `run`, which runs micro-batches only for what they show; an error of one rank is raised on all.
+
+        Raises:
+            OutOfMemoryError, ForeseenWronglyError: on all ranks, if on one.
+        """
+        return run()
+
     def forget_part(self) -> None:
         """Call after a micro-batch that raised another error on all ranks, and is not retried."""
 

@@ -146,8 +146,25 @@ class DataParallel(Agreeing):
         with local_gradients(self._ddp):
             return run()
 
+    @override
+    def alike(self, run: Callable[[], T]) -> T:
+        failure, unforeseen, results = self._tried(run)
+        self._raise_together(self._agreement.meet(_outcome(failure, results)), failure, unforeseen)
+        return results[0]
+
     def _attempted(self, run: Callable[[], T], *, ends_window: bool) -> T:
-        failure, unforeseen, results, before = "", None, [], self._collectives()
+        failure, unforeseen, results = self._tried(run)
+        outcome = _outcome(failure, results)
+        if not ends_window:
+            self._raise_together(self._agreement.meet(outcome), failure, unforeseen)
+            return results[0]
+        self._raise_together(self._reduction.agree(self._agreement, outcome), failure, unforeseen)
+        self._reduction.reduce()
+        return results[0]
+
+    def _tried(self, run: Callable[[], T]) -> tuple[str, ForeseenWronglyError | None, list[T]]:
+        """Why memory ran out, empty if it did not; what was predicted wrongly, if anything; and the result, if any."""
+        failure, unforeseen, results, before = "", None, list[T](), self._collectives()
         try:
             results.append(run())
         except ForeseenWronglyError as error:
@@ -164,13 +181,7 @@ class DataParallel(Agreeing):
             )
         if results and before != self._collectives():
             self._meets_in_parts = True
-        outcome = _outcome(failure, results)
-        if not ends_window:
-            self._raise_together(self._agreement.meet(outcome), failure, unforeseen)
-            return results[0]
-        self._raise_together(self._reduction.agree(self._agreement, outcome), failure, unforeseen)
-        self._reduction.reduce()
-        return results[0]
+        return failure, unforeseen, results
 
 
 class Sharded(Agreeing):

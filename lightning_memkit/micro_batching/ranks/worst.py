@@ -1,6 +1,6 @@
 """Agree over ranks on the gravest wrong prediction about a batch, so that all ranks react alike."""
 
-from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
+from lightning_memkit.micro_batching.ranks.agreement import values_of_ranks
 from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenElsewhereError,
@@ -46,7 +46,12 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
 
 
 def worst_of_ranks(run: Run, error: ForeseenWronglyError) -> ForeseenWronglyError:
-    """The gravest error of all ranks, on which each of them acts."""
-    own = FORESEEN_WRONGLY.index(type(error))
-    worst = int(largest_of_ranks(run, [own])[0])
-    return error if own == worst else FORESEEN_WRONGLY[worst]("on another rank")
+    """The gravest error of all ranks, on which each of them acts; of several as grave ones, the first rank's."""
+    own = (FORESEEN_WRONGLY.index(type(error)), str(error), getattr(error, "name", ""))
+    of_all = values_of_ranks(run, own)
+    worst, text, name = max(of_all, key=lambda one: one[0])
+    if own[0] != worst:
+        error = FORESEEN_WRONGLY[worst](f"on rank {of_all.index((worst, text, name))}: {text}")
+    if isinstance(error, UnforeseenLossError):
+        error.name = name
+    return error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_memkit.micro_batching.graph.loss_rules import SMALL, LossRules
-from lightning_memkit.micro_batching.graph.term_names import Origin, origin_of
+from lightning_memkit.micro_batching.graph.origins import Origin, origin_of
 from lightning_memkit.micro_batching.graph.term_rules import Law, Reading, rounding_of, share_of
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling, Shown
 from lightning_memkit.micro_batching.shares.foreseen import LoneCountError, UnforeseenLossError
@@ -178,6 +178,7 @@ class BatchSums(NamedTuple):
         beside: above 0 for means to which a constant is added below a learned factor.
         shared: the shares of the terms that depend on no row.
         unlike: above 0 if terms were scaled by different shares.
+        origins: where the means come from, as `OriginsOfRanks.numbers`.
     """
 
     counted: list[float]
@@ -186,10 +187,14 @@ class BatchSums(NamedTuple):
     beside: list[float]
     shared: float
     unlike: float
+    origins: Sequence[float] = ()
 
     def averaged(self, average: Callable[[Sequence[float]], list[float]]) -> "BatchSums":
         """The sums over all ranks, divided by their number, by one reduction."""
-        size = len(self.counted)
-        flat = average([*self.counted, *self.lone, *self.fractions, *self.beside, self.shared, self.unlike])
-        columns = [flat[place * size : (place + 1) * size] for place in range(4)]
-        return BatchSums(*columns, shared=flat[-2], unlike=flat[-1])
+        size, columns = len(self.counted), (self.counted, self.lone, self.fractions, self.beside)
+        flat = average(
+            [number for column in columns for number in column] + [self.shared, self.unlike, *self.origins]
+        )
+        averaged = [flat[place * size : (place + 1) * size] for place in range(len(columns))]
+        shared, unlike, *origins = flat[len(columns) * size :]
+        return BatchSums(*averaged, shared=shared, unlike=unlike, origins=origins)
