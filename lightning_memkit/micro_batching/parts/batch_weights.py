@@ -108,6 +108,9 @@ class BatchWeights:
         partition, combination = self._partition, self._partition.combination
         # A batch that runs whole and by itself weighs 1; there may be nothing in it that `weigh` could count.
         is_alone = bool(partition.misfit) and self._run.world_size == 1 and not self.exact_window
+        is_alone |= (
+            combination.untold and not self.exact_window
+        )  # ranks' batches weigh what they do without us
         even = partition.whole or is_alone or combination.summed or self._is_observed
         cuts: list[Cut] = []
         counts: list[float] = []

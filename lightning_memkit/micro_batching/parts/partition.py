@@ -41,6 +41,7 @@ class Combination:
         rests: how the parts of the loss without a gradient combine, with `rules`.
         state: attributes and lists that the step changes, which micro-batches leave as the batch would.
         head: the functions next to the losses that were compared; None where nothing was.
+        untold: nothing says what micro-batches are weighed by: no comparison, no user.
     """
 
     weigh: Weigher = batch_size
@@ -50,6 +51,7 @@ class Combination:
     rests: RestRules | None = None
     state: ComposedState | None = None
     head: Edges | None = None
+    untold: bool = False
 
 
 @dataclass(kw_only=True)

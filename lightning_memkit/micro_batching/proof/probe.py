@@ -15,20 +15,11 @@ from lightning_memkit.micro_batching.parts.cut import Splitter
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
 from lightning_memkit.micro_batching.parts.partition import Combination
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
-from lightning_memkit.micro_batching.proof import row_runs, verdicts
+from lightning_memkit.micro_batching.proof import probed_rows, row_runs, verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.judged import OpenWays, changes_verdict, mismatch_verdict
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
 from lightning_memkit.micro_batching.proof.novelty import Novelties, is_revised_after
-from lightning_memkit.micro_batching.proof.probed_rows import (
-    PROBED_SAMPLES,
-    few_rows,
-    in_order_of,
-    numbers_of_rows,
-    probed_rows,
-    told_apart,
-    weigh_differently,
-)
 from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, RowRuns, Rows
 from lightning_memkit.micro_batching.proof.row_trials import RowTrials
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
@@ -113,7 +104,7 @@ class Weighing:
             return
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
-        self._probe(step, trials, PROBED_SAMPLES[0] if is_first else micro_batch_size)
+        self._probe(step, trials, probed_rows.PROBED_SAMPLES[0] if is_first else micro_batch_size)
         if is_first or self._is_untold or is_new:
             self._contradict(step, trials)
 
@@ -124,10 +115,10 @@ class Weighing:
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         if self.fewest > 1 or total <= 2 or not trials.ranks.compares:
             return
-        known, places = dict(vars(self)), [one for one in few_rows(step.batch) if one[0] < total]
+        known, places = dict(vars(self)), [one for one in probed_rows.few_rows(step.batch) if one[0] < total]
         most = int(largest_of_ranks(step.run, [len(places)])[0])
         for rows, place in [*places, *places[-1:] * (most - len(places))]:
-            trials.limited = rows > PROBED_SAMPLES[-1]
+            trials.limited = rows > probed_rows.PROBED_SAMPLES[-1]
             with suppress(row_runs.NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, rows, place, alone=True)
                 self._settled_by(step, trials, replace(probed, is_further=True), is_last=True)
@@ -156,6 +147,7 @@ class Weighing:
             rests=self.rests,
             state=self.state,
             head=self.head or None,
+            untold=self._ways.given == "auto" and not (self.verdict.adds_up if self.verdict else self.probes),
         )
 
     def refuse(self, verdict: Verdict) -> None:
@@ -175,7 +167,7 @@ class Weighing:
         few = few or (micro_batch_size == 1 and self._smallest > 1)
         if new or few or self._is_untold or is_revised_after(self._batches):
             return True
-        return self.rules is None and weigh_differently(
+        return self.rules is None and probed_rows.weigh_differently(
             self._ways.open, step.batch, micro_batch_size, self.split
         )
 
@@ -191,10 +183,10 @@ class Weighing:
                 warnings.warn(verdicts.unchecked(reason, self.weigh_by), stacklevel=2)
             return
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        numbers = numbers_of_rows(most, total, fewest=self.fewest, is_first=self.probes == 0)
+        numbers = probed_rows.numbers_of_rows(most, total, fewest=self.fewest, is_first=self.probes == 0)
         for rows in numbers:
             # The smallest comparison is not limited on the host: without one, nothing is known.
-            trials.limited = rows > PROBED_SAMPLES[-1]
+            trials.limited = rows > probed_rows.PROBED_SAMPLES[-1]
             try:
                 places = _PLACES if rows < total else 1
                 self._compare(step, trials, rows, places, alone=most == 1 and self.fewest == 1)
@@ -236,12 +228,12 @@ class Weighing:
                     raise
 
     def _rows_of(self, step: Step, trials: Trials, rows: int, place: int, *, alone: bool) -> Rows:
-        small = probed_rows(step.batch, rows, self.split, place)
+        small = probed_rows.probed_rows(step.batch, rows, self.split, place)
         sizes = [1, rows - 1] if alone else [rows // 2, rows - rows // 2]
         if (self.probes == 0 or self._is_new) and self.split is None and step.run.world_size == 1:
-            small = in_order_of(small, lambda row: trials.loss_of(step, row))
+            small = probed_rows.in_order_of(small, lambda row: trials.loss_of(step, row))
         if len(self._ways.open) > 1:
-            small = told_apart(small, sizes[0], step.batch)
+            small = probed_rows.told_apart(small, sizes[0], step.batch)
         return Rows(whole=small, parts=split_batch(small, sizes, split=self.split), sizes=sizes)
 
     def _settled_by(self, step: Step, trials: Trials, probed: Rows, *, is_last: bool) -> bool:
