@@ -156,6 +156,8 @@ class Weighing:
 
     def _wanted(self, step: Step, micro_batch_size: int) -> bool:
         new = self._is_new = self._novelties.are_in(step.batch)
+        if new:
+            self.foretold.distrust()
         if self.verdict is not None and not self.verdict.adds_up:
             return False
         if self.probes == 0:

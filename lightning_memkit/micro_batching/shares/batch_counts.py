@@ -177,10 +177,26 @@ class Foretelling:
         confirmed = self._looked_up if is_one else self._confirmed
         return not known or confirmed[index] < _CONFIRMED
 
-    def doubts_zeros(self, index: int) -> bool:
-        """Whether a term of value zero may count nothing, whatever the numbers of the batch tell."""
+    def doubts(self, index: int, count: float, *, is_zero: bool) -> bool:
+        """Whether to look up what a micro-batch counts, although a number of the batch tells.
+
+        Some that are told apart by nothing else so far: of labels the positive ones, and those that are not zero. Such
+        a number is not believed against a term of value zero, before looks have shown that such rows count; nor for
+        other terms, once a look has shown that divisors are clamped.
+
+        Args:
+            index: the term's index.
+            count: what the number tells.
+            is_zero: the term's value is exactly zero.
+        """
+        if not is_zero:
+            return index < len(self._least) and self._least[index].has_kept
         looks = self._zeros[index] if index < len(self._zeros) else _Looks()
-        return looks.is_kept or looks.agreed < _CONFIRMED
+        return bool(count) and (looks.is_kept or looks.agreed < _CONFIRMED)
+
+    def distrust(self) -> None:
+        """Look again whether the numbers are right: a batch has values that none before had."""
+        self._confirmed, self._looked_up = [0] * len(self.ways), [0] * len(self.ways)
 
     def confirm_zeros(self, index: int, shown: Shown) -> None:
         """Record what a look showed in whose batch a micro-batch's term was zero."""
@@ -242,7 +258,12 @@ class _Looks:
     @property
     def are_enough(self) -> bool:
         """Whether looks can end."""
-        return self.agreed >= _ENOUGH_LOOKS and not (self.is_kept or self.was_kept_early or self.is_unlike)
+        return self.agreed >= _ENOUGH_LOOKS and not (self.has_kept or self.is_unlike)
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether a look has shown a clamped divisor."""
+        return self.is_kept or self.was_kept_early
 
     @property
     def is_doubted(self) -> bool:

@@ -41,8 +41,8 @@ def least_divisors(
 ) -> LeastDivisors:
     """Find the terms of a micro-batch whose divisor is either a count or clamped (to avoid a zero, mostly).
 
-    A term's value does not tell which: a row beyond its margin has a loss of zero, and counts. Yet a number of the
-    batch is not believed against a value of zero before looks have shown that such rows count.
+    A term's value does not tell which: a row beyond its margin has a loss of zero, and counts. What the numbers of the
+    batch tell is not always believed, see `Foretelling.doubts`.
 
     Args:
         rules: how the loss's terms add up.
@@ -66,8 +66,8 @@ def least_divisors(
             if not is_one and not (is_own and told.may_be_kept(index, reading.own_number(index))):
                 continue
             count = told.count_of(index, part, divisor, is_one=is_one)
-            is_zero = own is not None and not own[index]
-            if count is None or (count and is_zero and told.doubts_zeros(index)):
+            doubts = own is not None and told.doubts(index, count or 0.0, is_zero=not own[index])
+            if count is None or doubts:
                 lone.add(index)
             else:
                 counts[index] = count

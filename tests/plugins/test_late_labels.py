@@ -1,0 +1,70 @@
+"""Divisors that count some labels, by a step whose first batches have none of those that would tell which.
+
+Until then the number of labels that are not zero predicts them as well.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memkit import MemoryBudget
+from tests.plugins.toys import LossToy, trainer, weights
+
+BATCHES = [[0, 3, 3, 3], [0, 2, 2, 3], [2, 0, 0, 0], [2, 2, 3, 3], [1, 0, 3, 0], [3, 3, 0, 1], [1, 1, 0, 2]]
+
+
+class Rows(LossToy):
+    def __init__(self, loss: Callable[["Rows", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss = nn.Linear(6, 4), loss
+
+
+def of_all_rows(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    """Over the positive rows, of which each batch has one or more."""
+    each = F.cross_entropy(out, labels.long(), reduction="none")
+    return each.sum() / (labels > 1).sum().clamp(min=1)
+
+
+def of_positive_rows(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    positive = labels > 1
+    return (out.square().mean(1) * positive).sum() / positive.sum().clamp(min=1)
+
+
+def clamped_at_two(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    return out.square().sum() / (labels > 1).sum().clamp(min=2)
+
+
+def of_weights(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    """Over the rows of some weight; labels are thirds of it."""
+    return out.square().sum() / (labels / 3 > 0.5).sum().clamp(min=1) + 0.1 * out.mean()
+
+
+LOSSES = {
+    "all rows": of_all_rows,
+    "positive rows": of_positive_rows,
+    "at two": clamped_at_two,
+    "weights": of_weights,
+}
+
+
+def fitted(loss: Callable[[Rows, Tensor, Tensor], Tensor], size: int | None, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(0)
+    toy = Rows(loss).double()
+    rows = TensorDataset(torch.randn(len(BATCHES) * 4, 6).double(), torch.tensor(BATCHES).flatten().to(dtype))
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]
+    trainer(*budget, max_epochs=2, max_steps=-1).fit(toy, DataLoader(rows, 4))
+    return weights(toy)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=["int", "float"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_number_that_was_right_by_chance_is_looked_up(
+    loss: Callable[[Rows, Tensor, Tensor], Tensor], size: int, dtype: torch.dtype
+) -> None:
+    ours, plain = fitted(loss, size, dtype), fitted(loss, None, dtype)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
