@@ -38,8 +38,27 @@ def test_a_number_tells_nothing_of_divisors_of_one_before_totals_have_confirmed_
 def test_a_term_of_zero_counts_once_three_looks_have_shown_it_and_none_the_contrary() -> None:
     foretelling = Foretelling([[]])
     for _ in range(3):
-        assert foretelling.doubts_zeros(0)
+        assert foretelling.doubts(0, 1, is_zero=True)
         foretelling.confirm_zeros(0, Shown.OWN)
-    assert not foretelling.doubts_zeros(0)
+    assert not foretelling.doubts(0, 1, is_zero=True)
     foretelling.confirm_zeros(0, Shown.KEPT)
-    assert foretelling.doubts_zeros(0)
+    assert foretelling.doubts(0, 1, is_zero=True)
+    assert not foretelling.doubts(0, 0, is_zero=True)
+
+
+def test_once_a_look_has_shown_a_clamped_divisor_only_an_empty_term_of_zero_is_believed() -> None:
+    foretelling = nonzero()
+    assert not foretelling.doubts(0, 1, is_zero=False)
+    foretelling.confirm(0, part(0, 3), 1.0, Shown.KEPT)
+    assert foretelling.doubts(0, 1, is_zero=False)
+    assert foretelling.doubts(0, 0, is_zero=False)
+    assert not foretelling.doubts(0, 0, is_zero=True)
+
+
+def test_new_values_take_three_more_looks() -> None:
+    foretelling = nonzero()
+    foretelling.distrust()
+    for _ in range(3):
+        assert foretelling.count_of(0, part(0, 3), 1.0) is None
+        foretelling.confirm(0, part(0, 3), 1.0)
+    assert foretelling.count_of(0, part(0, 3), 1.0) == 1
