@@ -178,8 +178,10 @@ class Engine:
             )
         self.trials.ranks = ranks
         self.runner.connect(ranks, self._survey)
+        looks, is_alone = WholeLooks(self.loop, self.trials), self.loop.world_size == 1
         self.runner.whole = WholeComparison(
-            WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None,
+            looks if is_alone else None,
+            of_ranks=None if is_alone or ranks.meets or ranks.reason else looks,
             exact_window=self.options.effective_batch_size is not None,
             stated=self.options.weigh_by != "auto" or self.options.split is not None,
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import joined
+from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.loss_names import same_number
 from lightning_memkit.micro_batching.parts.part_values import GivenValues, PartValues
@@ -23,11 +24,26 @@ class Attempt(GivenValues):
         losses: of the micro-batches, detached.
         contributions: what each micro-batch's terms add to the batch's loss, where terms weigh unlike.
         rest: the part of the batch's loss that has no gradient.
+        accumulated: by term, how much of it the micro-batches have accumulated together; 1, if this rank's batch is a
+            whole by itself.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     contributions: list[Tensor | None] = field(default_factory=list)
     rest: Tensor | None = None
+    accumulated: list[float] = field(default_factory=list)
+
+    def take(self, shares: StepShares, factor: float) -> None:
+        """Note what the micro-batches add to the batch's loss, at its scale.
+
+        Args:
+            shares: what has weighed them.
+            factor: what gradients were multiplied with once all had run.
+        """
+        self.contributions = [None if one is None else one * factor for one in shares.contributions]
+        by_law = {Law.SHARED: (shares.shared or 0.0) * factor, Law.SUM: 1.0, Law.OWN: 1.0}
+        of_terms = zip(shares.rules.rules, shares.fractions, strict=True)
+        self.accumulated = [by_law.get(rule.law, fraction * factor) for rule, fraction in of_terms]
 
 
 @dataclass(kw_only=True)

@@ -124,7 +124,7 @@ class PartsRunner:
         weights, shares = self._weights, batch.shares
         factor = weights.finish(batch.step, shares)
         if shares is not None:
-            attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
+            attempt.take(shares, factor)
             attempt.rest = self._rest(shares)
             if shares.was_unlike and put_together(attempt) is None:
                 self._warn(untold.TERMS)

@@ -28,6 +28,7 @@ class WholeLook:
         logged: what it has logged.
         returned: what it has returned besides the loss.
         left: what it has left in the attributes and lists that a step changes.
+        weighed: the sum of the loss's terms, each times what was given for it; None if nothing was, or it is unknown.
     """
 
     loss: Tensor | None
@@ -36,6 +37,7 @@ class WholeLook:
     logged: list[dict[str, Any]] = field(default_factory=list)
     returned: Mapping[str, Any] = field(default_factory=dict)
     left: Mapping[str, Any] = field(default_factory=dict)
+    weighed: Tensor | None = None
 
 
 class LooksAtWhole(Protocol):
@@ -46,8 +48,8 @@ class LooksAtWhole(Protocol):
         """Whether the batch at hand is no longer as it was given, and can't be put back."""
         ...
 
-    def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
-        """What the whole batch has shown; None if it does not fit, or fails."""
+    def __call__(self, step: Step, partition: Partition, scales: Sequence[float] = ()) -> WholeLook | None:
+        """What the whole batch has shown, its terms times `scales`; None if it does not fit, or fails."""
         ...
 
     def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:

@@ -24,6 +24,7 @@ from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import LooksAtWhole, WholeLook
 from lightning_memkit.micro_batching.parts.whole_values import OfWhole, unlike
 from lightning_memkit.micro_batching.proof.novelty import is_revised_after
+from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError, ManyRowsStateError
 
@@ -43,6 +44,7 @@ class WholeComparison:
         exact_window: batches of an accumulation window are weighed by what they count: a batch's loss is known only
             where it is a window.
         stated: the user says how batches are split or weighed, so that their losses are not doubted.
+        of_ranks: runs the forwards where several ranks agree on what they show; only losses are compared then.
 
     Attributes:
         due: the batch at hand was probed.
@@ -50,9 +52,15 @@ class WholeComparison:
     """
 
     def __init__(
-        self, looks: LooksAtWhole | None, *, exact_window: bool = False, stated: bool = False
+        self,
+        looks: LooksAtWhole | None,
+        *,
+        exact_window: bool = False,
+        stated: bool = False,
+        of_ranks: LooksAtWhole | None = None,
     ) -> None:
         self.looks, self._exact_window, self._stated = looks, exact_window, stated
+        self._of_ranks = of_ranks
         self.due, self.seconds = False, 0.0
         self._head: Edges | None = None
         self._state: ComposedState | None = None
@@ -68,6 +76,8 @@ class WholeComparison:
             ManyRowsStateError: what is left in the module has other rows.
         """
         values.of_whole = None
+        if self._of_ranks is not None and not (self._stated or self._exact_window):
+            self._compare_on_ranks(step, attempt, partition, self._of_ranks)
         if self.looks is None or attempt.cut is None or len(attempt.losses) < 2:
             return
         if self.looks.has_lost_batch:  # its turn passes on to the next one
@@ -98,6 +108,36 @@ class WholeComparison:
                 self._compare_values(step, attempt, partition, values, whole)
         finally:
             self.seconds += perf_counter() - started
+
+    def _compare_on_ranks(
+        self, step: Step, attempt: Attempt, partition: Partition, looks: LooksAtWhole
+    ) -> None:
+        """Compare each rank's loss, if it is this batch's turn on all of them.
+
+        A rank's micro-batches add up to its part in the mean over all ranks' rows, and are compared with that part.
+
+        Raises:
+            ManyRowsError: on all ranks, if the losses of one differ by more than rounding.
+        """
+        self._batches += 1
+        is_early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
+        if not (self.due or is_early or is_revised_after(self._batches)):
+            return
+        rests = partition.combination.rests
+        is_told = rests is None or not (rests.untold or rests.seen)
+        is_split = 1 < len(attempt.losses) == len(attempt.parts_logged)
+        if any_rank(step.run, not (is_told and is_split) or looks.has_lost_batch):
+            return  # its turn passes on to the next one
+        self.due, whole, missed, shown = False, looks(step, partition, attempt.accumulated), 0.0, ""
+        if whole is not None and not (whole.drew or with_batch_statistics(step.run.module)):
+            told, summands = whole.weighed, [one for one in attempt.contributions if one is not None]
+            if put_together(attempt) is None and not partition.unlike:
+                told, summands = whole.loss, _weighed(attempt.losses, attempt, partition)
+            if told is not None and summands:
+                ours = torch.stack(summands).sum()
+                missed, shown = difference(step, told, ours, summands), _unlike(told, ours)
+        if any_rank(step.run, missed > 0):
+            raise ManyRowsError(shown if missed else "on another rank", missed or float("inf"))
 
     def _compare_values(
         self, step: Step, attempt: Attempt, partition: Partition, values: PartValues, whole: WholeLook
@@ -160,5 +200,8 @@ def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
 def _refuse_if_unlike(step: Step, whole: Tensor, ours: Tensor, summands: Sequence[Tensor]) -> None:
     missed = difference(step, whole, ours, summands)
     if missed:
-        shown = f"a loss of {float(whole):.6g} for the whole batch, and of {float(ours):.6g} for its micro-batches"
-        raise ManyRowsError(shown, missed)
+        raise ManyRowsError(_unlike(whole, ours), missed)
+
+
+def _unlike(whole: Tensor, ours: Tensor) -> str:
+    return f"a loss of {float(whole):.6g} for the whole batch, and of {float(ours):.6g} for its micro-batches"

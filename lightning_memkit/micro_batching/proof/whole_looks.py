@@ -1,5 +1,6 @@
 """Run a whole batch forward, without a trace, to see whether it has a loss, which, and what that counts."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.memory.meter import unmetered
-from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.graph.term_values import TermValues, weighed_value
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
@@ -38,8 +39,13 @@ class WholeLooks:
         """Whether the batch at hand is no longer as it was given, and can't be put back."""
         return self._trials.watch.has_lost_batch
 
-    def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
+    def __call__(self, step: Step, partition: Partition, scales: Sequence[float] = ()) -> WholeLook | None:
         """What the whole batch's loss shows; None if it does not fit into memory, or the step fails on it.
+
+        Args:
+            step: the batch's step.
+            partition: how its loss comes from those of its micro-batches.
+            scales: factors of its terms, see `WholeLook.weighed`.
 
         Raises:
             PartSkippedError: it has other terms than were proven to add up.
@@ -55,7 +61,9 @@ class WholeLooks:
             graph = torch.set_grad_enabled(combination.rules is not None)
             try:
                 with self._trials.within_budget(step) or nullcontext(), graph, saved, TermValues() as noted:
-                    loss, returned = step.forward(self._run.transfer(step.batch))
+                    loss, returned = self._trials.ranks.part(
+                        lambda: step.forward(self._run.transfer(step.batch)), counts=False, kind="survey"
+                    )
             except Exception as error:
                 self._run.debug(f"MemoryBudget can't look at a whole batch: {error!r}")
                 return None
@@ -80,7 +88,8 @@ class WholeLooks:
                 counts[index] = reading.divisors[index]
             for index, count in least.counts.items():
                 counts[index] = count
-            return replace(found, counts=counts)
+            weighed = weighed_value(loss, reading, scales, noted.values) if scales else None
+            return replace(found, counts=counts, weighed=None if weighed is None else weighed[0])
 
     def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:
         """The losses of the batch and of each micro-batch, where rows draw the same random numbers in both.
