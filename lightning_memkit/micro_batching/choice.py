@@ -225,6 +225,7 @@ class PartsChoice:
             note_loss(error, weighing)
             probes = weighing.probes
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
+            self._runner.whole.due = True
             # Rows that count nothing tell nothing of a loss that earlier batches haven't shown.
             weighing.skipped |= type(error) is errors.UnforeseenLossError and weighing.probes == probes
             self._take_over(step)

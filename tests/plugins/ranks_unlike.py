@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.ranks import leave
 from tests.plugins.toys import LossToy, trainer, weights
 
@@ -35,6 +37,18 @@ def columns(toy: Rows, out: Tensor, y: Tensor) -> Tensor:
     return losses[has.any(0)].mean()
 
 
+def hardest_later(toy: Rows, out: Tensor, y: Tensor) -> Tensor:
+    """A mean over rows at first, then over the two hardest: of micro-batches of one row it is the mean."""
+    each = (out - y).square().mean(1)
+    return each.mean() if toy.global_step < 2 else each.topk(min(2, len(each))).values.mean()
+
+
+def beside_a_penalty(toy: Rows, out: Tensor, y: Tensor) -> Tensor:
+    """A mean, a sum, and what depends on no row: it adds up, each in its own way."""
+    penalty = sum(weight.square().sum() for weight in toy.net.parameters())
+    return (out - y).square().mean() + 0.01 * out.square().sum() + 0.1 * penalty
+
+
 LOSSES = {"contrastive": contrastive, "columns": columns}
 
 
@@ -52,10 +66,13 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
-def fitted(loss: str, *, budget: bool) -> Tensor:
+def fitted(
+    loss: Callable[[Rows, Tensor, Tensor], Tensor], size: int | Literal["auto"] | None
+) -> Tensor | str:
+    """The trained weights, or why training was refused; no `size` trains under DDP alone."""
     torch.manual_seed(0)
-    toy = Rows(LOSSES[loss]).double()
-    callbacks = [MemoryBudget("1GiB", within="step")] if budget else []
+    toy = Rows(loss).double()
+    callbacks = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]
     of_all = trainer(
         *callbacks,
         max_epochs=1,
@@ -64,14 +81,21 @@ def fitted(loss: str, *, budget: bool) -> Tensor:
         devices=2,
         strategy="ddp_find_unused_parameters_true",
     )
-    of_all.fit(toy, DataLoader(Batches(of_all.global_rank), batch_size=None))
+    try:
+        of_all.fit(toy, DataLoader(Batches(of_all.global_rank), batch_size=None))
+    except BudgetError as error:
+        return str(error)
     return weights(toy)
 
 
 def main(path: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = {loss: [fitted(loss, budget=budget) for budget in (False, True)] for loss in LOSSES}
+    found: dict[str, Any] = {
+        name: [fitted(loss, size) for size in (None, "auto")] for name, loss in LOSSES.items()
+    }
+    found["hardest"] = fitted(hardest_later, 1)
+    found["penalty"] = fitted(beside_a_penalty, 1)
     torch.save(found, f"{path}.{torch.distributed.get_rank()}")
     leave()
 

@@ -1,5 +1,6 @@
 """A batch that is being run in micro-batches, what one attempt at it has come to, and what is reported of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +25,12 @@ class Attempt(GivenValues):
         losses: of the micro-batches, detached.
         contributions: what each micro-batch's terms add to the batch's loss, where terms weigh unlike.
         rest: the part of the batch's loss that has no gradient.
-        accumulated: by term, how much of it the micro-batches have accumulated together; 1, if this rank's batch is a
-            whole by itself.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     contributions: list[Tensor | None] = field(default_factory=list)
     rest: Tensor | None = None
-    accumulated: list[float] = field(default_factory=list)
+    _weighed_by: tuple[StepShares, float] | None = None
 
     def take(self, shares: StepShares, factor: float) -> None:
         """Note what the micro-batches add to the batch's loss, at its scale.
@@ -41,9 +40,26 @@ class Attempt(GivenValues):
             factor: what gradients were multiplied with once all had run.
         """
         self.contributions = [None if one is None else one * factor for one in shares.contributions]
-        by_law = {Law.SHARED: (shares.shared or 0.0) * factor, Law.SUM: 1.0, Law.OWN: 1.0}
-        of_terms = zip(shares.rules.rules, shares.fractions, strict=True)
-        self.accumulated = [by_law.get(rule.law, fraction * factor) for rule, fraction in of_terms]
+        self._weighed_by = shares, factor
+
+    def shares_of_rank(self, divisors: Sequence[float]) -> list[float] | None:
+        """What this rank's batch, run whole, weighs in the loss over all ranks' batches, by term; None if unknown.
+
+        Args:
+            divisors: those of its loss's terms.
+        """
+        if self._weighed_by is None:
+            return None
+        shares, factor = self._weighed_by
+        rules, totals = shares.rules, shares.totals
+        if rules.means and (totals is None or any(divisors[i] and not totals[i] for i in rules.means)):
+            return None
+        counts = [own - rule.excess for own, rule in zip(divisors, rules.rules, strict=True)]
+        main = 1.0 if shares.shared is None else shares.shared
+        weights = rules.shares(counts, totals or counts, main, ranks=shares.ranks)
+        scaled = (Law.MEAN, Law.SHARED) if shares.shared is not None else (Law.MEAN,)
+        of_terms = zip(rules.rules, weights, strict=True)
+        return [weight * factor if rule.law in scaled else weight for rule, weight in of_terms]
 
 
 @dataclass(kw_only=True)
@@ -66,7 +82,7 @@ class BatchRun:
 def put_together(attempt: Attempt) -> Tensor | None:
     """The batch's loss, summed over its terms; None where all terms weigh alike, or their values are unknown."""
     told = [value for value in attempt.contributions if value is not None]
-    if not told or len(told) < len(attempt.contributions):
+    if not told or len(told) < max(len(attempt.contributions), len(attempt.losses)):
         return None
     return sum(told, start=torch.zeros_like(told[0]) if attempt.rest is None else attempt.rest)
 

@@ -1,6 +1,6 @@
 """Find out what a whole batch's loss is if `training_step` returns None for some micro-batches and not for others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,9 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
 
 _ROUNDED = 1e-4  # of counts, relative
+Weigh = Callable[
+    [Sequence[float]], Sequence[float] | None
+]  # from the divisors of a loss's terms to their weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class WholeLook:
         logged: what it has logged.
         returned: what it has returned besides the loss.
         left: what it has left in the attributes and lists that a step changes.
-        weighed: the sum of the loss's terms, each times what was given for it; None if nothing was, or it is unknown.
+        weighed: the sum of the loss's terms, each times its weight; None if the weights or their values are unknown.
     """
 
     loss: Tensor | None
@@ -48,8 +51,8 @@ class LooksAtWhole(Protocol):
         """Whether the batch at hand is no longer as it was given, and can't be put back."""
         ...
 
-    def __call__(self, step: Step, partition: Partition, scales: Sequence[float] = ()) -> WholeLook | None:
-        """What the whole batch has shown, its terms times `scales`; None if it does not fit, or fails."""
+    def __call__(self, step: Step, partition: Partition, weigh: Weigh | None = None) -> WholeLook | None:
+        """What the whole batch has shown, `weigh` having its divisors; None if it does not fit, or fails."""
         ...
 
     def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:

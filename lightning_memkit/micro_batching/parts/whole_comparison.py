@@ -128,12 +128,13 @@ class WholeComparison:
         is_split = 1 < len(attempt.losses) == len(attempt.parts_logged)
         if any_rank(step.run, not (is_told and is_split) or looks.has_lost_batch):
             return  # its turn passes on to the next one
-        self.due, whole, missed, shown = False, looks(step, partition, attempt.accumulated), 0.0, ""
+        self.due, whole, missed, shown = False, looks(step, partition, attempt.shares_of_rank), 0.0, ""
         if whole is not None and not (whole.drew or with_batch_statistics(step.run.module)):
             told, summands = whole.weighed, [one for one in attempt.contributions if one is not None]
-            if put_together(attempt) is None and not partition.unlike:
+            if put_together(attempt) is None:
                 told, summands = whole.loss, _weighed(attempt.losses, attempt, partition)
-            if told is not None and summands:
+                told = None if partition.unlike else told
+            if told is not None:
                 ours = torch.stack(summands).sum()
                 missed, shown = difference(step, told, ours, summands), _unlike(told, ours)
         if any_rank(step.run, missed > 0):

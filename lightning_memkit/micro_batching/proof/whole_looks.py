@@ -1,6 +1,5 @@
 """Run a whole batch forward, without a trace, to see whether it has a loss, which, and what that counts."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.micro_batching.graph.term_values import TermValues, weighed_value
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.partition import Partition
-from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
+from lightning_memkit.micro_batching.parts.skipped_parts import Weigh, WholeLook
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import quiet
 from lightning_memkit.micro_batching.run import Run, Step
@@ -39,13 +38,13 @@ class WholeLooks:
         """Whether the batch at hand is no longer as it was given, and can't be put back."""
         return self._trials.watch.has_lost_batch
 
-    def __call__(self, step: Step, partition: Partition, scales: Sequence[float] = ()) -> WholeLook | None:
+    def __call__(self, step: Step, partition: Partition, weigh: Weigh | None = None) -> WholeLook | None:
         """What the whole batch's loss shows; None if it does not fit into memory, or the step fails on it.
 
         Args:
             step: the batch's step.
             partition: how its loss comes from those of its micro-batches.
-            scales: factors of its terms, see `WholeLook.weighed`.
+            weigh: gives the weights of its terms, see `WholeLook.weighed`.
 
         Raises:
             PartSkippedError: it has other terms than were proven to add up.
@@ -88,7 +87,8 @@ class WholeLooks:
                 counts[index] = reading.divisors[index]
             for index, count in least.counts.items():
                 counts[index] = count
-            weighed = weighed_value(loss, reading, scales, noted.values) if scales else None
+            weights = None if weigh is None else weigh(reading.divisors)
+            weighed = None if weights is None else weighed_value(loss, reading, weights, noted.values)
             return replace(found, counts=counts, weighed=None if weighed is None else weighed[0])
 
     def with_equal_draws(self, step: Step, partition: Partition, cut: Cut) -> list[Tensor] | None:

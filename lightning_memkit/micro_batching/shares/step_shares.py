@@ -70,7 +70,7 @@ class StepShares:
         self.rules = rules
         self.lone = [0.0] * len(rules.rules)
         self.looked_up = looked_up
-        self._ranks = ranks
+        self.ranks = ranks
         self.same = SameTerms(rules, looked_up, by_itself=by_itself)
         self.counted = [0.0] * len(rules.rules)
         self.fractions, self.beside = [0.0] * len(rules.rules), [0.0] * len(rules.rules)
@@ -245,7 +245,7 @@ class StepShares:
             return 1.0
         if any(counted[index] and not self.totals[index] for index in self.rules.means):
             raise MistakenTotalsError
-        added = [rule.excess / self._ranks for rule in self.rules.rules]
+        added = [rule.excess / self.ranks for rule in self.rules.rules]
         factors = [
             (self.totals[index] + added[index]) / (counted[index] + added[index])
             for index in self.rules.means
@@ -284,7 +284,7 @@ class StepShares:
             self.shared += main
         if not self.is_known and not alike([self._share(counts, index) for index in means]):
             raise UnknownTotalsError
-        return self.rules.shares(counts, self.totals, main, ranks=self._ranks)
+        return self.rules.shares(counts, self.totals, main, ranks=self.ranks)
 
     def _of_nothing(self, counts: Sequence[float]) -> list[float]:
         """The weights in a batch in which nothing counts."""
@@ -292,7 +292,7 @@ class StepShares:
         if self.shared is not None and self._ran == 1:
             self.shared += 1
         # All ranks' batch is divided by the least divisor once, and gradients are averaged over ranks.
-        kept = self._ranks if any(counts[index] for index in self.rules.means) else 0
+        kept = self.ranks if any(counts[index] for index in self.rules.means) else 0
         return self.rules.shares_of_nothing(is_first=self._ran == 1, kept=kept)
 
     def _share(self, counts: Sequence[float], index: int) -> float:
