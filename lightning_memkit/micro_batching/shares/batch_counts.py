@@ -135,10 +135,6 @@ class Foretelling:
         """
         return index >= len(self._least) or self._least[index].take_in(number)
 
-    def is_least(self, index: int, number: float) -> bool:
-        """Whether a number of the step's own may be clamped: none is less than one that is."""
-        return index >= len(self._least) or abs(number) <= self._least[index].least * (1 + _SAME)
-
     def unlike(self) -> frozenset[int]:
         """The terms whose divisors add up in some batches only."""
         return frozenset(index for index, looks in enumerate(self._least) if looks.is_unlike)

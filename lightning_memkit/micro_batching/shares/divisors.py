@@ -23,8 +23,8 @@ class LeastDivisors(NamedTuple):
         lone: those of which it is unknown whether the divisor is a count or clamped; see `LoneCounts`.
         counts: the counts of the others, by term.
         averaged: those of `lone` whose divisor is a number of the step's own times a number of elements, as of a mean
-            over the mean of a mask, if that number is the least so far. If it is clamped, so may be that of two
-            micro-batches as one, and then their divisors add up nevertheless.
+            over the mean of a mask. If that number is clamped, so may be that of two micro-batches as one, and then
+            their divisors add up nevertheless.
     """
 
     lone: frozenset[int]
@@ -72,11 +72,7 @@ def least_divisors(
             else:
                 counts[index] = count
     averaged = frozenset(
-        index
-        for index in lone
-        if rules.rules[index].law is Law.MEAN
-        and reading.is_averaged(index)
-        and (told is None or told.is_least(index, reading.own_number(index)))
+        index for index in lone if rules.rules[index].law is Law.MEAN and reading.is_averaged(index)
     )
     return LeastDivisors(frozenset(lone), counts, averaged)
 

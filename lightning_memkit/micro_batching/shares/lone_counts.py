@@ -77,17 +77,13 @@ class LoneCounts:
     def totals(self) -> list[float] | None:
         """The count of each term in the whole batch (of a sum, its divisor there); None if looks failed.
 
-        If batches of ranks are added up, a count below half of the clamp is taken for nothing; and what a mean is
-        divided by must not be clamped in a whole batch, as there is no count to be added to the other ranks'.
+        If batches of ranks are added up, a count below half of the clamp is taken for nothing.
         """
         totals = [sum(own[index] for own in self.counts) for index in range(len(self.counts[0]))]
         for index in self.terms:
             looks = self._looks_at(index)
             if any(look not in self._told for look in looks):
                 self.why = "a divisor that may be kept from less, in micro-batches that can't be run as one"
-                return None
-            if self.adds_up and WHOLE in looks and index in self._doubted.get(WHOLE, ()):
-                self.why = "a mean over a number that is kept from less in all of a rank's rows"
                 return None
             if WHOLE in looks:
                 twice = [look for look in looks if look]
