@@ -49,11 +49,17 @@ def beside_a_penalty(toy: Rows, out: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().mean() + 0.01 * out.square().sum() + 0.1 * penalty
 
 
+def more_of_many(toy: Rows, out: Tensor, y: Tensor) -> Tensor:
+    """With a further term in the whole batch of rank 1 only."""
+    loss = (out - y).square().mean()
+    return loss + out.abs().mean() if len(y) == max(SIZES) else loss
+
+
 LOSSES = {"contrastive": contrastive, "columns": columns}
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """One rank's."""
+    """The batches of a rank."""
 
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
@@ -95,6 +101,7 @@ def main(path: str) -> None:
         name: [fitted(loss, size) for size in (None, "auto")] for name, loss in LOSSES.items()
     }
     found["hardest"] = fitted(hardest_later, 1)
+    found["more"] = fitted(more_of_many, 1)
     found["penalty"] = fitted(beside_a_penalty, 1)
     torch.save(found, f"{path}.{torch.distributed.get_rank()}")
     leave()

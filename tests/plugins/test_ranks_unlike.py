@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tests.plugins.ranks_unlike import LOSSES
+from tests.plugins.ranks_unlike import LOSSES, Batches, Rows
+from tests.plugins.toys import trainer, weights
 from tests.processes import run_on_ranks
 
 
@@ -31,6 +33,24 @@ def test_rows_that_act_on_each_other_among_many_are_refused_on_all_ranks(found: 
         assert "act on each other where there are many" in of_rank["hardest"]
 
 
-def test_a_mean_a_sum_and_a_penalty_are_not(found: list[Any]) -> None:
-    assert isinstance(found[0]["penalty"], Tensor), found[0]["penalty"]
-    assert torch.equal(found[0]["penalty"], found[1]["penalty"])
+def test_a_term_that_only_one_ranks_whole_batch_has_is_refused_on_all_ranks(found: list[Any]) -> None:
+    """The other rank waited for the first one."""
+    for of_rank in found:
+        assert isinstance(of_rank["more"], str), of_rank["more"]
+
+
+def test_a_mean_a_sum_and_a_penalty_each_add_up_in_their_own_way(found: list[Any]) -> None:
+    """The mean is over all ranks' rows; sums are averaged over ranks, as DDP's gradients are."""
+
+    def of_both(toy: Rows, out: Tensor, y: Tensor) -> Tensor:
+        penalty = torch.stack([weight.square().sum() for weight in toy.net.parameters()]).sum()
+        return (out - y).square().mean() + 0.01 * out.square().sum() / 2 + 0.1 * penalty
+
+    torch.manual_seed(0)
+    toy, ranks = Rows(of_both).double(), [Batches(rank) for rank in (0, 1)]
+    pairs = [zip(*of_step, strict=True) for of_step in zip(*ranks, strict=True)]
+    joined: Any = [tuple(torch.cat(parts) for parts in pair) for pair in pairs]
+    trainer(max_epochs=1, max_steps=-1).fit(toy, DataLoader(joined, batch_size=None))
+    for of_rank in found:
+        assert isinstance(of_rank["penalty"], Tensor), of_rank["penalty"]
+        torch.testing.assert_close(of_rank["penalty"], weights(toy), rtol=1e-12, atol=1e-13)

@@ -106,12 +106,11 @@ class BatchWeights:
     def of(self, step: Step) -> tuple[Cut, list[float]]:
         """The micro-batches of the step's batch, and the weight of each, relative to all ranks' batches."""
         partition, combination = self._partition, self._partition.combination
-        # A batch that runs whole and by itself weighs 1; there may be nothing in it that `weigh` could count.
-        is_alone = bool(partition.misfit) and self._run.world_size == 1 and not self.exact_window
-        is_alone |= (
-            combination.untold and not self.exact_window
-        )  # ranks' batches weigh what they do without us
-        even = partition.whole or is_alone or combination.summed or self._is_observed
+        # A batch that runs whole and by itself weighs 1; there may be nothing in it that `weigh` could count. Where it
+        # is unknown how a loss splits, ranks' batches weigh alike, as without micro-batches.
+        is_alone = bool(partition.misfit) and self._run.world_size == 1
+        is_even = (is_alone or combination.untold) and not self.exact_window
+        even = partition.whole or is_even or combination.summed or self._is_observed
         cuts: list[Cut] = []
         counts: list[float] = []
 

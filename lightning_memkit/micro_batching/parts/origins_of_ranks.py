@@ -9,7 +9,7 @@ from lightning_memkit.micro_batching.ranks.agreement import values_of_ranks
 from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 
-_KEYS = 2**20  # so that the sum of their squares over 8,192 ranks is exact in float64
+_KEYS = 2**20  # so that the sum of their squares over 2,048 ranks is exact in float64
 
 
 class OriginsOfRanks:
@@ -50,9 +50,9 @@ class OriginsOfRanks:
         Raises:
             UnforeseenLossError: on all ranks, if it is not.
         """
-        sums = [number * self._run.world_size for number in averaged]
+        sums = [round(number * self._run.world_size) for number in averaged]
         triples = zip(sums[::3], sums[1::3], sums[2::3], strict=True)
-        if all(count * squares - keys**2 < 0.5 for count, keys, squares in triples):
+        if all(count * squares == keys**2 for count, keys, squares in triples):
             return
         of_ranks = values_of_ranks(self._run, self._named(origins))
         for index, rule in enumerate(rules.rules):

@@ -15,9 +15,8 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
 
 _ROUNDED = 1e-4  # of counts, relative
-Weigh = Callable[
-    [Sequence[float]], Sequence[float] | None
-]  # from the divisors of a loss's terms to their weights
+# From the divisors of a loss's terms to their weights, None if these are unknown.
+Weigh = Callable[[Sequence[float]], Sequence[float] | None]
 
 
 @dataclass(frozen=True, kw_only=True)

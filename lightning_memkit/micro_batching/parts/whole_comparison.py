@@ -26,7 +26,12 @@ from lightning_memkit.micro_batching.parts.whole_values import OfWhole, unlike
 from lightning_memkit.micro_batching.proof.novelty import is_revised_after
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares.foreseen import ManyRowsError, ManyRowsStateError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    ForeseenElsewhereError,
+    ManyRowsError,
+    ManyRowsStateError,
+    UnforeseenLossError,
+)
 
 _MOST_NAMES = 32  # of returned values, after which one that is new has the batch compared no more
 _UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divisors: one may agree by chance
@@ -117,7 +122,9 @@ class WholeComparison:
         A rank's micro-batches add up to its part in the mean over all ranks' rows, and are compared with that part.
 
         Raises:
-            ManyRowsError: on all ranks, if the losses of one differ by more than rounding.
+            ManyRowsError: the losses differ by more than rounding.
+            PartSkippedError: the whole batch's has other terms.
+            ForeseenElsewhereError: so it is on another rank.
         """
         self._batches += 1
         is_early = partition.combination.rules is None and self._batches <= _UNEXPLAINED
@@ -128,17 +135,15 @@ class WholeComparison:
         is_split = 1 < len(attempt.losses) == len(attempt.parts_logged)
         if any_rank(step.run, not (is_told and is_split) or looks.has_lost_batch):
             return  # its turn passes on to the next one
-        self.due, whole, missed, shown = False, looks(step, partition, attempt.shares_of_rank), 0.0, ""
-        if whole is not None and not (whole.drew or with_batch_statistics(step.run.module)):
-            told, summands = whole.weighed, [one for one in attempt.contributions if one is not None]
-            if put_together(attempt) is None:
-                told, summands = whole.loss, _weighed(attempt.losses, attempt, partition)
-                told = None if partition.unlike else told
-            if told is not None:
-                ours = torch.stack(summands).sum()
-                missed, shown = difference(step, told, ours, summands), _unlike(told, ours)
-        if any_rank(step.run, missed > 0):
-            raise ManyRowsError(shown if missed else "on another rank", missed or float("inf"))
+        self.due, failure = False, None
+        try:
+            whole = looks(step, partition, attempt.shares_of_rank)
+            if whole is not None and not (whole.drew or with_batch_statistics(step.run.module)):
+                _compare_part(step, attempt, partition, whole)
+        except UnforeseenLossError as error:
+            failure = error
+        if any_rank(step.run, failure is not None):
+            raise failure or ForeseenElsewhereError("on another rank")
 
     def _compare_values(
         self, step: Step, attempt: Attempt, partition: Partition, values: PartValues, whole: WholeLook
@@ -186,6 +191,16 @@ class WholeComparison:
         _refuse_if_unlike(step, whole, torch.stack(summands).sum(), summands)
 
 
+def _compare_part(step: Step, attempt: Attempt, partition: Partition, whole: WholeLook) -> None:
+    """Compare a rank's part in the mean over all ranks' rows, as its micro-batches and its whole batch show it."""
+    told, summands = whole.weighed, [one for one in attempt.contributions if one is not None]
+    if put_together(attempt) is None:
+        told = None if partition.unlike else whole.loss
+        summands = _weighed(attempt.losses, attempt, partition)
+    if told is not None:
+        _refuse_if_unlike(step, told, torch.stack(summands).sum(), summands)
+
+
 def _weighed(losses: Sequence[Tensor], attempt: Attempt, partition: Partition) -> list[Tensor]:
     """The losses of micro-batches, each times its weight in the batch's."""
     shares = shares_of(attempt, partition)
@@ -201,8 +216,5 @@ def _rest_is_known(attempt: Attempt, partition: Partition) -> bool:
 def _refuse_if_unlike(step: Step, whole: Tensor, ours: Tensor, summands: Sequence[Tensor]) -> None:
     missed = difference(step, whole, ours, summands)
     if missed:
-        raise ManyRowsError(_unlike(whole, ours), missed)
-
-
-def _unlike(whole: Tensor, ours: Tensor) -> str:
-    return f"a loss of {float(whole):.6g} for the whole batch, and of {float(ours):.6g} for its micro-batches"
+        shown = f"a loss of {float(whole):.6g} for the whole batch, and of {float(ours):.6g} for its micro-batches"
+        raise ManyRowsError(shown, missed)

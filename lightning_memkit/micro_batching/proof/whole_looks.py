@@ -41,6 +41,8 @@ class WholeLooks:
     def __call__(self, step: Step, partition: Partition, weigh: Weigh | None = None) -> WholeLook | None:
         """What the whole batch's loss shows; None if it does not fit into memory, or the step fails on it.
 
+        Nor where ranks wait for each other in the step: one on which it fails would leave the others there.
+
         Args:
             step: the batch's step.
             partition: how its loss comes from those of its micro-batches.
@@ -50,6 +52,8 @@ class WholeLooks:
             PartSkippedError: it has other terms than were proven to add up.
         """
         combination, draws = partition.combination, self._trials.draws
+        if self._trials.ranks.exchanges:
+            return None
         with unmetered(), self._trials.no_trace(step, after_backward=True) as logged:
             if combination.state is not None:
                 combination.state.begin_part()

@@ -135,6 +135,11 @@ class DataParallel(Agreeing):
         self._meets_in_parts = False
         super().__init__(counts=len(self._reduction.parameters))
 
+    @property
+    @override
+    def exchanges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._meets_in_parts
+
     @override
     def begin_step(self, *, starts_window: bool) -> None:
         if starts_window:

@@ -46,7 +46,10 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
 
 
 def worst_of_ranks(run: Run, error: ForeseenWronglyError) -> ForeseenWronglyError:
-    """The gravest error of all ranks, on which each of them acts; of several as grave ones, the first rank's."""
+    """The gravest error of all ranks, on which each of them acts.
+
+    Of several that are as grave, each rank has its own text, and the term's name of the first.
+    """
     own = (FORESEEN_WRONGLY.index(type(error)), str(error), getattr(error, "name", ""))
     of_all = values_of_ranks(run, own)
     worst, text, name = max(of_all, key=lambda one: one[0])
