@@ -1,10 +1,13 @@
 """Detect what a batch has that no batch before it had: keys, dtypes, values, rows without a label, equal rows.
 
 A loss is proven on the rows of a few batches. Padding, missing labels, a rare class or a repeated user that come
-later may make it another loss: a mean over something else, rows that act on each other.
+later may make it another loss: a mean over something else, rows that act on each other. More of what was there may
+make it one, too: a divisor that was clamped in all batches before is a count.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,12 +36,17 @@ class Novelties:
 
     Attributes:
         only_classes: all that was new in the last batch are further values of tensors of which several are known.
+        has_counts: the last batch had more or less of something than any batch before: of a value, of values up to
+            one, of labels that are not ignored; or another sum of many floats.
     """
 
     def __init__(self) -> None:
-        self.only_classes = False
+        self.only_classes = self.has_counts = False
         self._seen: set[Any] = set()
         self._many: set[str] = set()  # tensors with more distinct values than `_MOST_VALUES`
+        self._values_of: dict[str, set[float]] = {}
+        self._ranges: dict[Any, tuple[float, float]] = {}
+        self._batches = 0
 
     def are_in(self, batch: Any) -> bool:
         """Whether a batch holds something new; what it holds is remembered.
@@ -46,12 +54,16 @@ class Novelties:
         Only tensors of at most 65,536 elements are searched, so that images cost nothing. On an accelerator a
         search would wait for it: there only keys and dtypes count.
         """
-        found: set[Any] = set()
+        found, numbers = set[Any](), dict[Any, float]()
         for name, tensor in named_tensors(batch, ""):
             found.add((name, tensor.dtype, tensor.ndim))
             is_searched = tensor.device.type == "cpu" and tensor.layout is torch.strided
             if is_searched and tensor.ndim and 0 < tensor.numel() <= _LARGEST and not tensor.is_complex():
-                found |= {(name, what) for what in self._held(name, tensor)}
+                counts = self._counts(name, tensor)
+                found |= {(name, what) for what in self._held(name, tensor, counts)}
+                numbers.update(self._numbers(name, tensor, counts))
+        self._batches += 1
+        self.has_counts = any([self._widens(what, number) for what, number in numbers.items()])
         new = found - self._seen
         self.only_classes = True
         if not new:
@@ -61,23 +73,44 @@ class Novelties:
         self._seen |= new
         return True
 
-    def _held(self, name: str, tensor: Tensor) -> set[Any]:
+    def _held(self, name: str, tensor: Tensor, counts: dict[float, int]) -> set[Any]:
         """What is told of a tensor: its few values, or else which kinds of values it has."""
         rows = tensor.reshape(len(tensor), -1)
-        if tensor.is_floating_point():
-            return self._values(name, tensor) | _of_floats(rows)
-        return self._values(name, tensor) | _of_integers(rows)
+        values = {*counts, *(["one value"] if len(counts) < 2 else [])}
+        kinds = _of_floats(rows) if tensor.is_floating_point() else _of_integers(rows)
+        return kinds | (({"many values"} if counts else set()) if name in self._many else values)
 
-    def _values(self, name: str, tensor: Tensor) -> set[Any]:
+    def _counts(self, name: str, tensor: Tensor) -> dict[float, int]:
+        """How often a tensor holds each of its values, if these are few; else that of one."""
         if name in self._many:
-            return set()
+            return {}
         known = tensor[tensor == tensor]
-        distinct = torch.unique(known).tolist()
-        is_continuous = tensor.is_floating_point() and _SEVERAL < len(distinct) > known.numel() / 2
-        if len(distinct) > _MOST_VALUES or is_continuous:
+        values, counts = torch.unique(known, return_counts=True)
+        is_continuous = tensor.is_floating_point() and _SEVERAL < len(values) > known.numel() / 2
+        if len(values) > _MOST_VALUES or is_continuous:
             self._many.add(name)
-            return {"many values"}
-        return {*distinct, *(["one value"] if len(distinct) < 2 else [])}
+        return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+    def _numbers(self, name: str, tensor: Tensor, counts: dict[float, int]) -> Iterator[tuple[Any, float]]:
+        """What a divisor may count in a tensor."""
+        yield (name, "elements"), tensor.numel()
+        if name in self._many:
+            own = tensor.nansum() if tensor.is_floating_point() else (tensor != IGNORED_LABEL).sum()
+            yield (name, "own"), float(own)
+            return
+        known = self._values_of.setdefault(name, set())
+        known |= {*counts}
+        values = sorted(known)
+        own = [counts.get(value, 0) for value in values]
+        yield from (((name, value), count) for value, count in zip(values, own, strict=True))
+        yield from (((name, "up to", value), n) for value, n in zip(values, accumulate(own), strict=True))
+
+    def _widens(self, what: Any, number: float) -> bool:
+        """Whether a number is outside of those of all batches before."""
+        # Before a value was seen, batches had none of it.
+        least, most = self._ranges.get(what, (number, number) if self._batches < 2 else (0.0, 0.0))
+        self._ranges[what] = min(least, number), max(most, number)
+        return self._ranges[what] != (least, most)
 
 
 def _is_value(found: Any) -> bool:

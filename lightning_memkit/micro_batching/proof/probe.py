@@ -158,6 +158,8 @@ class Weighing:
         new = self._is_new = self._novelties.are_in(step.batch)
         if new:
             self.foretold.distrust()
+        if self._novelties.has_counts:
+            self.foretold.look_again()
         if self.verdict is not None and not self.verdict.adds_up:
             return False
         if self.probes == 0:

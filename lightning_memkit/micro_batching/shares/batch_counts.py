@@ -198,6 +198,11 @@ class Foretelling:
         """Look again whether the numbers are right: a batch has values that none before had."""
         self._confirmed, self._looked_up = [0] * len(self.ways), [0] * len(self.ways)
 
+    def look_again(self) -> None:
+        """Look once more at divisors that are known as constants or counts: a batch has more or less than others."""
+        for looks in [*self._sums, *self._least]:
+            looks.agreed = min(looks.agreed, _ENOUGH_LOOKS - 1)
+
     def confirm_zeros(self, index: int, shown: Shown) -> None:
         """Record what a look showed in whose batch a micro-batch's term was zero."""
         if index < len(self._zeros):
