@@ -213,7 +213,7 @@ def train(case: Case, seed: int, dtype: str, *callbacks: Callback) -> Trace:
             trainer.fit(module, loader_of(case, seed))
             trace.logged.append(flattened(dict(trainer.callback_metrics)))
         except Exception as error:  # every kind is a finding
-            trace.error, trace.ours = error, _is_ours(error)
+            trace.error, trace.ours = error, is_ours(error)
             trace.weights.append(parameters_of(module))
     trace.state = state_of(module)
     trace.warned = [str(warning.message) for warning in caught]
@@ -267,7 +267,7 @@ def _precision(dtype: str, seed: int) -> dict[str, Any]:
     return {"precision": _PRECISIONS.get(dtype, "32-true")}
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether memkit's own `raise` made it, as an error that a user is meant to read."""
     frames = traceback.extract_tb(error.__traceback__)
     raised_by_us = bool(frames) and "/lightning_memkit/" in frames[-1].filename

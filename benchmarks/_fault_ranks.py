@@ -2,11 +2,8 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +22,9 @@ from benchmarks._fault_runs import (
     reasons,
     train,
 )
+from benchmarks._watched_ranks import HANG_SECONDS, watched
 from lightning_memkit.testing import Outcome, sweep
 from tests.plugins.ranks import leave
-
-HANG_SECONDS = 60
-START_SECONDS = 180
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +85,8 @@ def run_ranks(job: Job) -> Shared:
             case, at = _next(records, job)
             if case == len(job.cases):
                 break
-            hung = _watched(
-                json.dumps({"job": asdict(job), "case": case, "at": at, "path": str(results)}), results
-            )
+            given = {"job": asdict(job), "case": case, "at": at, "path": str(results)}
+            hung = watched("benchmarks._fault_ranks", json.dumps(given), results)
             before, records = len(records), _read(results)
             if hung or len(records) == before:
                 case, at = _next(records, job)
@@ -114,30 +108,6 @@ def _next(records: list[dict[str, Any]], job: Job) -> tuple[int, int]:
     if last["at"] + 1 < last["total"]:
         return last["case"], last["at"] + 1
     return last["case"] + 1, 0
-
-
-def _watched(arguments: str, results: Path) -> bool:
-    """Run the ranks to their end; whether they were stopped since nothing went on."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "benchmarks._fault_ranks", arguments]  # fmt: skip
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, cwd=Path(__file__).parents[1], start_new_session=True, stdout=output, stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        size, limit, waited = results.stat().st_size, START_SECONDS, 0.0
-        last = time.monotonic()
-        while process.poll() is None:
-            time.sleep(0.1)
-            # Where this process did not get to run either, the whole machine stood still, and not the ranks.
-            waited, last = waited + min(1.0, time.monotonic() - last), time.monotonic()
-            if results.stat().st_size != size:
-                size, waited, limit = results.stat().st_size, 0.0, HANG_SECONDS
-            if waited > limit:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return True
-    return False
 
 
 def _append(results: Path, record: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ seeds, each in float64, fp32, bf16-mixed, pure bf16 or with adapters on a bf16 b
 with weights of its own; "rows": rows act on each other; "state": the step changes more than gradients. A refusal of a
 step of truth "parts" counts as wrong. What differs is named with the command that repeats it; a documented
 inexactness that a warning named counts as "warned"; "chunked" is equal, by whole batches whose modules ran in chunks
-of the size. Then class weights with 1 to 10 % of positives, 48 runs in
-float64, and the time that observing the loss adds to a step, in pairs.
+of the size. A quarter of the seeds have batches of half as many rows. Then steps of truth "parts" on two ranks that
+share the rows of a batch, in float64; class weights with 1 to 10 % of positives, 48 runs in float64; and the time that
+observing the loss adds to a step, in pairs.
 """
 
 import gc
@@ -41,6 +42,7 @@ from benchmarks._exactness_judge import (
 )
 from benchmarks._exactness_later import CASES
 from benchmarks._exactness_models import PARTS, STATE, Case
+from benchmarks._exactness_ranks import Found, figures_on_ranks, judged_on_ranks
 from benchmarks._exactness_runs import MORE_SCALES, Trace, jittered, rescaled, train, unsplit
 from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio
 from lightning_memkit import MemoryBudget
@@ -52,6 +54,7 @@ DTYPES_OF_SEEDS = (
     "float64", "float32", "bf16-mixed", "pure-bf16", "lora", "float64",
     "float32", "bf16-mixed", "float64", "lora", "pure-bf16", "float32",
 )  # fmt: skip
+HALVED = (3, 6, 9)  # the seeds whose batches have half as many rows
 QUICK_STEPS, QUICK_SEEDS = 24, 5
 _OBSERVATION = "lightning_memkit.micro_batching.graph.observation"
 _SHOWN = 400  # characters of an error
@@ -72,7 +75,8 @@ def run(options: Options) -> Report:
     """About an hour on one core, which every core shares; `--quick` takes a sample of steps and seeds."""
     with one_thread(), _no_tuning_cache(), short_collections():
         cells = list(judged(options))
-        figures = figures_of(cells)
+        on_ranks = judged_on_ranks(options.seed, list(dict.fromkeys(cell.case.name for cell in cells)))
+        figures = figures_of(cells) | figures_on_ranks(on_ranks)
         if not options.only:
             runs = class_weight_runs(options.seed, RUNS // 4 if options.quick else RUNS)
             figures["class_weights_equal"] = sum(one.equal for one in runs)
@@ -84,9 +88,9 @@ def run(options: Options) -> Report:
                 figures["observation_high_pct"] = 100 * (added.high - 1)
     notes = [told(cell, options.seed) for cell in cells if cell.verdict.outcome == DIFFERENT]
     notes += [told(cell, options.seed) for cell in cells if _is_wrongly_refused(cell)]
-    return Report(
-        "exactness", figures, rows_of_table(cells), notes=tuple(notes), failed=bool(figures["different"])
-    )
+    notes += [_told_on_ranks(one, options.seed) for one in on_ranks if one.why]
+    failed = bool(figures["different"] or figures["ranks_different"])
+    return Report("exactness", figures, rows_of_table(cells), notes=tuple(notes), failed=failed)
 
 
 @cache
@@ -127,6 +131,8 @@ def _judge_one(wanted: tuple[Options, int, int, int]) -> list[tuple[int, str, in
     dtype = DTYPES_OF_SEEDS[(index + turn) % len(DTYPES_OF_SEEDS)]
     dtype = dtype if dtype in case.dtypes else case.dtypes[index % len(case.dtypes)]
     sizes = [size for size in SIZES if options.size in ("", str(size))]
+    if index in HALVED:
+        case = replace(case, batches=tuple(-(-rows // 2) for rows in case.batches))
     cells = cells_of(case, 100 * options.seed + index, dtype, sizes)
     return [(cell.seed, cell.dtype, cell.size, cell.verdict) for cell in cells]
 
@@ -236,6 +242,13 @@ def told(cell: Cell, seed: int) -> str:
         f"{verdict.outcome.upper()} {cell.case.name} ({cell.case.truth}), seed {cell.seed}, {cell.dtype}, "
         f"micro-batches of {cell.size}: {verdict.where} {verdict.difference[:_SHOWN]}{at_step}. "
         f"python -m benchmarks.exactness --seed {seed} --only {cell.case.name} --size {cell.size}"
+    )
+
+
+def _told_on_ranks(found: Found, seed: int) -> str:
+    return (
+        f"{found.outcome.upper()} on two ranks: {found.name}, micro-batches of {found.size}: {found.why}. "
+        f"python -m benchmarks.exactness --seed {seed} --only {found.name}"
     )
 
 

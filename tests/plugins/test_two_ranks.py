@@ -9,8 +9,9 @@ from tests.plugins.toys import trained, weights
 from tests.plugins.two_ranks import TAGGERS
 from tests.processes import Ran, run_on_ranks
 
+KEPT_FROM_LESS = "as if it were kept from less"
 KEPT = ["penalized", "epsilon", "detector"]
-SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", *KEPT)]
+SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", "averaged", *KEPT)]
 
 
 def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> Ran:
@@ -51,6 +52,16 @@ def test_a_divisor_that_is_kept_from_zero_is_that_of_both_ranks_rows(tmp_path: P
     assert done.returncode == 0, done.stderr[-3000:]
     found = torch.load(path)
     assert {loss: difference(found[loss], loss) <= 1e-12 for loss in KEPT} == dict.fromkeys(KEPT, True)
+    assert not any(KEPT_FROM_LESS in text for loss in KEPT for text in found[loss]["warned"])
+
+
+def test_a_mean_of_a_mask_that_is_clamped_in_all_rows_of_one_rank_is_warned_of(tmp_path: Path) -> None:
+    """A rank's divisor is then no count that could be added to the other's; nothing was said."""
+    done = run_on_two_ranks(tmp_path / "found.pt", 2, "ddp", "averaged")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "found.pt")["averaged"]
+    assert sum(KEPT_FROM_LESS in text for text in found["warned"]) == 1
+    assert difference(found, "averaged") >= 1e-6
 
 
 @pytest.mark.parametrize("found", ["ddp"], indirect=True)

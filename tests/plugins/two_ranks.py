@@ -1,6 +1,7 @@
 """Run on ranks by test_two_ranks.py: trains taggers on two ranks and saves rank 0's weights."""
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_memkit import MemoryBudget
 from tests.plugins.ranks import leave
 from tests.plugins.toys import (
     AbsentTagger,
+    AveragedTagger,
     ContrastiveTagger,
     DetectorTagger,
     EpsilonTagger,
@@ -48,6 +50,7 @@ TAGGERS = {
     "penalized": PenalizedTagger,
     "epsilon": EpsilonTagger,
     "detector": DetectorTagger,
+    "averaged": AveragedTagger,
     "opaque": OpaqueTagger,
     "tight": TightTagger,
     "absent": AbsentTagger,
@@ -66,8 +69,8 @@ def main(path: str, micro_batch_size: int, strategy: str, *losses: str) -> None:
 
 def trained_on_two_ranks(
     tagger: type[ShardableTagger], micro_batch_size: int, strategy: str
-) -> dict[str, torch.Tensor]:
-    """Rank 0's weights, and by how much the ranks' differ; rank 1 has the rows with more labels."""
+) -> dict[str, Any]:
+    """Rank 0's weights and warnings, and by how much the ranks differ; rank 1 has the rows with more labels."""
     callbacks = [MemoryBudget("1GiB", micro_batch_size)] if micro_batch_size else []
     kind: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp"
     fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kind, gradient_clip_val=0.5,
@@ -80,12 +83,15 @@ def trained_on_two_ranks(
         sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)
     ]
     mine = [row for step in steps for row in step[4 * fitted.global_rank : 4 * fitted.global_rank + 4]]
-    fitted.fit(module, DataLoader(mine, batch_size=4))  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted.fit(module, DataLoader(mine, batch_size=4))  # pyright: ignore[reportArgumentType]
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
     weights = torch.cat([p.detach().flatten() for p in whole])
     gathered = [torch.empty_like(weights) for _ in range(2)]
     torch.distributed.all_gather(gathered, weights)
-    return {"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}
+    spread = (gathered[0] - gathered[1]).abs().max()
+    return {"weights": gathered[0], "spread": spread, "warned": [str(one.message) for one in caught]}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,12 @@ _TAKEN_FOR_A_SUM = (
     "A constant is all right; of a count that is kept from being less (clamp(min=...), max(n, ...)), divide by a "
     "number that adds up, or keep micro_batch_size at the loader's batch size."
 )
+_TAKEN_FOR_A_COUNT = (
+    "MemoryBudget weighs ranks by what training_step divides a mean by. On one rank that is the least number so far "
+    "in all rows of its batch, as if it were kept from less (mask.mean().clamp(min=...)), and on another it is more. "
+    "If it is kept, that rank weighs more than in the batch of all ranks. To be exact, divide a sum by a count: "
+    "loss.sum() / mask.sum().clamp(min=...)."
+)
 
 
 class Surveys:
@@ -42,7 +48,7 @@ class Surveys:
 
     def __init__(self, run: Run, trials: Trials) -> None:
         self._run, self._trials = run, trials
-        self._has_warned = False  # of a term that was taken for a sum
+        self._warned_of = set[str]()
         self._too_many_rows: float = float("inf")  # the fewest rows of a whole batch that could not be run
         self._differentiates = False  # the step takes gradients itself, and needs all that autograd saves
 
@@ -77,16 +83,28 @@ class Surveys:
                 told.confirm(index, step.batch, totals[index], shown)
                 if index in zeros:
                     told.confirm_zeros(index, shown)
-        if found.unproven and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(_TAKEN_FOR_A_SUM, stacklevel=2)
-        return self._of_all_ranks(totals, [found.least(index) for index in range(len(totals))])
+        if found.unproven:
+            self._warn(_TAKEN_FOR_A_SUM)
+        return self._of_all_ranks(totals, found, told)
 
-    def _of_all_ranks(self, totals: Sequence[float], least: Sequence[float]) -> list[float]:
+    def _of_all_ranks(self, totals: Sequence[float], found: LoneCounts, told: Foretelling) -> list[float]:
         """Totals averaged over ranks, as gradients are; if the sum is below the batch's clamp, that clamp."""
-        run = self._run
-        summed, kept = sum_of_ranks(run, totals), largest_of_ranks(run, least)
+        run, terms = self._run, range(len(totals))
+        fractions = [found.fraction(index) for index in terms]
+        may_be = [bool(one) and told.is_least(index, one) for index, one in enumerate(fractions)]
+        others = [bool(total) and not kept for total, kept in zip(totals, may_be, strict=True)]
+        summed = sum_of_ranks(run, totals)
+        flags = largest_of_ranks(run, [*map(found.least, terms), *may_be, *others])
+        kept, may_be, others = (flags[len(terms) * column :][: len(terms)] for column in range(3))
+        if any(map(min, may_be, others)):
+            self._warn(_TAKEN_FOR_A_COUNT)
         return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
+
+    def _warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._warned_of:
+            self._warned_of.add(text)
+            warnings.warn(text, stacklevel=2)
 
     def _lone_counts(self, step: Step, partition: Partition, rules: LossRules) -> LoneCounts:
         """A `LoneCounts` without micro-batches, with the terms that need looks in any case."""
@@ -111,6 +129,7 @@ class Surveys:
             partition.combination.state.begin()
         for own in self._each_counted(step, cut.parts, partition, partition.combination.rules):
             found.counts.append(own.counts)
+            found.numbers.append(own.numbers)
             found.lone.append(own.lone)
             zeros.update(own.lone & own.zeros)
 
@@ -130,7 +149,7 @@ class Surveys:
                 counted = self._each_counted(step, rows, partition, rules)
                 # First the generator: on several ranks it has to run to its end.
                 for own, look in zip(counted, looks, strict=False):
-                    found.learn(look, own.looked_at, doubted=own.averaged)
+                    found.learn(look, own.looked_at, doubted=own.averaged, numbers=own.numbers)
         except Exception as error:
             # Two micro-batches may need too much memory, or the step may fail on them. On several ranks the
             # error is raised, because all must retry together.
@@ -168,7 +187,7 @@ class Surveys:
         self._differentiates = self._differentiates or noted.differentiates
         if loss is None:
             nothing = (0.0,) * len(rules.rules)
-            return _PartCounts(nothing, nothing)
+            return _PartCounts(nothing, nothing, nothing)
         reading = rules.reading_of(loss)
         own = list(rules.counts(reading, loss, noted.values))
         least = least_divisors(rules, reading, foretold, part, own)
@@ -177,7 +196,10 @@ class Surveys:
             own[index] = reading.divisors[index]
         for index, count in least.counts.items():
             own[index] = count
-        return _PartCounts(tuple(own), looked_at(rules, reading, own), least.lone, zeros, least.averaged)
+        numbers = tuple(map(reading.own_number, range(len(own))))
+        return _PartCounts(
+            tuple(own), looked_at(rules, reading, own), numbers, least.lone, zeros, least.averaged
+        )
 
 
 class _PartCounts(NamedTuple):
@@ -186,6 +208,7 @@ class _PartCounts(NamedTuple):
     Attributes:
         counts: of each term.
         looked_at: the result of `looked_at`, for a look.
+        numbers: see `LoneCounts.numbers`.
         lone: the terms that are to be looked up.
         zeros: the terms whose value is exactly zero.
         averaged: see `LeastDivisors`.
@@ -193,6 +216,7 @@ class _PartCounts(NamedTuple):
 
     counts: tuple[float, ...]
     looked_at: tuple[float, ...]
+    numbers: tuple[float, ...]
     lone: frozenset[int] = frozenset()
     zeros: frozenset[int] = frozenset()
     averaged: frozenset[int] = frozenset()

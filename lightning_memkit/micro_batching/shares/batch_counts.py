@@ -135,6 +135,10 @@ class Foretelling:
         """
         return index >= len(self._least) or self._least[index].take_in(number)
 
+    def is_least(self, index: int, number: float) -> bool:
+        """Whether no number that the step divided a term by was less."""
+        return index < len(self._least) and number <= self._least[index].least * (1 + _SAME)
+
     def unlike(self) -> frozenset[int]:
         """The terms whose divisors add up in some batches only."""
         return frozenset(index for index, looks in enumerate(self._least) if looks.is_unlike)

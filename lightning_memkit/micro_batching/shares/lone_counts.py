@@ -41,6 +41,7 @@ class LoneCounts:
         adjacent: only neighbours can be run as one, in a batch of the user's own structure.
         adds_up: other ranks have batches, too, whose counts are added to this one's.
         why: the reason why there are no totals.
+        numbers: for each micro-batch, the step's own number in the divisor of each term.
 
     Attributes:
         unproven: terms taken for sums after looks at two micro-batches, without one at the whole batch.
@@ -55,9 +56,11 @@ class LoneCounts:
     adjacent: bool = False
     adds_up: bool = False
     why: str = "on another rank"
+    numbers: list[tuple[float, ...]] = field(default_factory=list)
     unproven: set[int] = field(default_factory=set)
     _told: dict[Look, Sequence[float]] = field(default_factory=dict)
     _doubted: dict[Look, frozenset[int]] = field(default_factory=dict)
+    _numbers: dict[Look, Sequence[float]] = field(default_factory=dict)
 
     @property
     def terms(self) -> list[int]:
@@ -69,10 +72,17 @@ class LoneCounts:
         needed = dict.fromkeys(look for index in self.terms for look in self._looks_at(index))
         return [look for look in needed if look not in self._told]
 
-    def learn(self, look: Look, counts: Sequence[float], *, doubted: frozenset[int] = frozenset()) -> None:
-        """Record the counts of the terms in a look, and the terms whose divisor may be clamped in it, too."""
+    def learn(
+        self,
+        look: Look,
+        counts: Sequence[float],
+        *,
+        doubted: frozenset[int] = frozenset(),
+        numbers: Sequence[float] = (),
+    ) -> None:
+        """Record the counts of the terms in a look, the step's own numbers, and the terms that may be clamped."""
         self._told[look] = counts
-        self._doubted[look] = doubted
+        self._doubted[look], self._numbers[look] = doubted, numbers
 
     def totals(self) -> list[float] | None:
         """The count of each term in the whole batch (of a sum, its divisor there); None if looks failed.
@@ -100,6 +110,20 @@ class LoneCounts:
         """The clamp of the whole batch's divisor, if the batch counts less; else 0."""
         whole = self._told.get(WHOLE)
         return whole[index] if whole is not None and self._is_kept_whole(index) else 0.0
+
+    def fraction(self, index: int) -> float:
+        """What the step divides a mean over the whole batch by, if that may be clamped there; else 0.
+
+        Such a number is no count: that of twice the rows is the same (`mask.mean().clamp(min=0.5)`).
+        """
+        if WHOLE not in self._told or index not in self._doubted[WHOLE]:
+            return 0.0
+        parts = zip(self.counts, self.numbers, strict=True)
+        looks = ((self._told[look], self._numbers[look]) for look in self._told)
+        read = [(counts[index], numbers[index]) for counts, numbers in [*parts, *looks]]
+        elements = [count / number for count, number in read if count and number]
+        grows = max(elements, default=0.0) > (1 + _SAME) * min(elements, default=0.0)
+        return self._numbers[WHOLE][index] if grows else 0.0
 
     def shown(self, index: int, total: float) -> Shown:
         """What a term's total in the whole batch tells of its micro-batches' divisors."""
