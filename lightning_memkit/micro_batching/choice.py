@@ -106,9 +106,8 @@ class PartsChoice:
 
     def timed(self, step: Step) -> AbstractContextManager[None]:
         """Encloses a batch's step, which is timed while sizes are tuned."""
-        if self.tuning is None or self._runner.partition.misfit:
-            return nullcontext()
-        return self.tuning.timed(step)
+        tuning = None if self._runner.partition.misfit else self.tuning
+        return nullcontext() if tuning is None else tuning.timed(step)
 
     def before_first(self, step: Step) -> Sizing:
         """Probe the loss, measure peaks, choose a size.
@@ -259,7 +258,7 @@ class PartsChoice:
         size = partition.micro_batch_size if self.tuning is None else self.tuning.probed_size
         self.weighing.fewest, probes = partition.fewest, self.weighing.probes
         self.weighing.settle(step, self._trials, size)
-        self._runner.whole.due |= self.weighing.probes != probes
+        self._runner.whole.due |= self.weighing.has_more or self.weighing.probes != probes
         self._take_over(step)
         self._whole.look_for_given(step, self._mismatch)
 
@@ -285,7 +284,8 @@ class PartsChoice:
             if splits:
                 self._warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}")
             return
-        if splits and not (self.tuning is not None and self.tuning.keep_whole()):
+        split, rows = largest_of_ranks(step.run, [splits, batch_size(step.batch)])
+        if split and not (self.tuning is not None and self.tuning.keep_whole(int(rows))):
             failure = self._whole.failure_in_parts(step, self.weighing.verdict)
             raise BudgetError(text + self._whole.why_none()) from failure
         self._runner.partition.stop_splitting(text)

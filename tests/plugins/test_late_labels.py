@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import LossToy, trainer, weights
 
 BATCHES = [[0, 3, 3, 3], [0, 2, 2, 3], [2, 0, 0, 0], [2, 2, 3, 3], [1, 0, 3, 0], [3, 3, 0, 1], [1, 1, 0, 2]]
@@ -58,10 +59,12 @@ def fitted(
     batches: list[list[int]] = BATCHES,
 ) -> Tensor:
     torch.manual_seed(0)
-    toy = Rows(loss).double()
-    rows = TensorDataset(torch.randn(len(batches) * 4, 6).double(), torch.tensor(batches).flatten().to(dtype))
+    toy, rows = Rows(loss).double(), len(batches[0])
+    data = TensorDataset(
+        torch.randn(len(batches) * rows, 6).double(), torch.tensor(batches).flatten().to(dtype)
+    )
     budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]
-    trainer(*budget, max_epochs=2, max_steps=-1).fit(toy, DataLoader(rows, 4))
+    trainer(*budget, max_epochs=2, max_steps=-1).fit(toy, DataLoader(data, rows))
     return weights(toy)
 
 
@@ -104,3 +107,51 @@ def test_a_divisor_that_was_clamped_in_all_batches_before_is_looked_up_where_the
     batches = FEW * 4 + MORE
     ours, plain = (fitted(loss, one, torch.int64, batches) for one in (size, None))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
+
+
+# Each micro-batch of four counts one label or more; in the last batches more than six.
+CAPPED = {
+    "mean": lambda toy, out, labels: (out.square().mean(1) * labels).sum() / labels.sum().clamp(max=6),
+    "in Python": lambda toy, out, labels: (out.square().mean(1) * labels).sum() / min(int(labels.sum()), 6),
+    "beside a mean": lambda toy, out, labels: (
+        out.square().mean() + (out.square().mean(1) * labels).sum() / labels.sum().clamp(max=6)
+    ),
+}
+UP_TO_SIX = [[1, 0, 1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 1, 0], [0, 1, 1, 1, 1, 0, 1, 1]]
+SEVEN = [[1, 1, 0, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("loss", CAPPED.values(), ids=CAPPED)
+def test_a_divisor_that_is_capped_where_there_is_more_to_count_is_refused_there(
+    loss: Callable[[Rows, Tensor, Tensor], Tensor],
+) -> None:
+    """Up to the 32nd batch, which is compared in any case, micro-batches were weighed by too much, unsaid."""
+    fine, more = UP_TO_SIX * 6, UP_TO_SIX * 6 + SEVEN
+    ours, plain = (fitted(loss, one, torch.int64, fine) for one in (4, None))
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
+    with pytest.raises(BudgetError, match="miss the whole batch's"):
+        fitted(loss, 4, torch.int64, more)
+
+
+def hardest_twelve(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    return out.square().mean(1).topk(min(12, len(out))).values.mean()
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_batch_of_more_rows_than_any_before_is_compared(size: int) -> None:
+    """Rows are chosen among 16 and not among 8; a size of the first batch's rows went on to split larger ones."""
+
+    def fit(rows: list[int], *budget: MemoryBudget) -> Tensor:
+        torch.manual_seed(0)
+        toy = Rows(hardest_twelve).double()
+        batches = [(torch.randn(n, 6).double(), torch.zeros(n, dtype=torch.int64)) for n in rows]
+        trainer(*budget, max_epochs=1, max_steps=-1).fit(toy, DataLoader(batches, batch_size=None))  # pyright: ignore
+        return weights(toy)
+
+    fine = [8] * 18
+    ours, plain = fit(fine, MemoryBudget("1GiB", micro_batch_size=size, within="step")), fit(fine)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
+    with pytest.raises(BudgetError, match="act on each other"):
+        fit([*fine, 16], MemoryBudget("1GiB", micro_batch_size=size, within="step"))
+    whole = fit([*fine, 16], MemoryBudget("1GiB"))
+    torch.testing.assert_close(whole, fit([*fine, 16]), rtol=1e-12, atol=1e-13)

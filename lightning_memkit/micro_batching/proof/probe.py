@@ -59,6 +59,7 @@ class Weighing:
         fewest: the fewest rows that the step runs on, as far as known.
         skipped: the batch at hand tells nothing: it has no loss as a whole, nothing in it counts, or it is not finite.
         head: the functions next to the losses that were compared, see `head_of`.
+        has_more: the batch has more or less of something than any before.
     """
 
     def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
@@ -73,6 +74,7 @@ class Weighing:
         self.unlike, self.unproven, self.skipped = False, "", False
         self.probes, self.fewest = 0, 1
         self.head: Edges = frozenset()
+        self.has_more = False
         self._ways = OpenWays(given=weigh_by)
         self._smallest = 0  # rows of the smallest micro-batch that was compared
         self._is_mixed = False  # two micro-batches were compared that both count something
@@ -96,8 +98,8 @@ class Weighing:
         splits = splits and 0 < micro_batch_size < batch_size(step.batch)
         wanted = self._wanted(step, micro_batch_size)
         is_new = self._is_new and not self._novelties.only_classes
-        told = [wanted, is_new, splits, self._ways.without_labels]
-        wanted, is_new, splits, unlabelled = largest_of_ranks(step.run, told)
+        told = [wanted, is_new, splits, self._ways.without_labels, self._novelties.has_counts]
+        wanted, is_new, splits, unlabelled, self.has_more = map(bool, largest_of_ranks(step.run, told))
         self._ways = self._ways.by_rows() if unlabelled else self._ways
         self.weigh_by = self._ways.chosen(self.weigh_by)
         if not wanted and not (splits and self._ways.is_new):

@@ -82,12 +82,13 @@ class SizeTuning:
         """The time that comparisons have taken within steps: it belongs to no size."""
         return self._runner.values.seconds + self._runner.whole.seconds
 
-    def keep_whole(self) -> bool:
-        """End the tuning with whole batches, as the loss can't be split after all; False where they don't fit."""
-        if self.fits_whole:
-            self.fastest.settled = self.sizes[0]
-            self._runner.partition.resize(self.sizes[0])
-        return self.fits_whole
+    def keep_whole(self, rows: int) -> bool:
+        """End the tuning with whole batches, as the loss can't be split; False where so many rows don't fit."""
+        if not self.fits_whole or rows > self.sizes[0]:
+            return False
+        self.fastest.settled = self.sizes[0]
+        self._runner.partition.resize(self.sizes[0])
+        return True
 
     @contextmanager
     def timed(self, step: Step) -> Iterator[None]:
