@@ -264,6 +264,11 @@ class LossRules:
         return frozenset(index for index, rule in enumerate(self.rules) if rule.looks_up)
 
     @property
+    def has_own_numbers(self) -> bool:
+        """Whether the step divides or multiplies a term by a number of its own."""
+        return any(rule.numbered for rule in self.rules)
+
+    @property
     def needs_totals(self) -> bool:
         """Whether totals must be known before the first backward, because terms have different shares.
 

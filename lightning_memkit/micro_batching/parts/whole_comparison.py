@@ -52,7 +52,7 @@ class WholeComparison:
         of_ranks: runs the forwards where several ranks agree on what they show; only losses are compared then.
 
     Attributes:
-        due: the batch at hand was probed, or has more or less of something than any before.
+        due: the batch at hand was probed, or see `Weighing.has_more`.
         seconds: the time that comparisons have taken.
     """
 

@@ -36,12 +36,14 @@ class Novelties:
 
     Attributes:
         only_classes: all that was new in the last batch are further values of tensors of which several are known.
-        has_counts: the last batch had more or less of something than any batch before: of a value, of values up to
-            one, of labels that are not ignored; or another sum of many floats.
+        has_counts: the last batch had more or less of something than any batch before: of rows, of a value, of values
+            up to one, of labels that are not ignored.
+        has_sums: the same, or the sum of a tensor of many floats was more or less.
+        is_larger: a tensor of the last batch had more elements than in any batch before.
     """
 
     def __init__(self) -> None:
-        self.only_classes = self.has_counts = False
+        self.only_classes = self.has_counts = self.has_sums = self.is_larger = False
         self._seen: set[Any] = set()
         self._many: set[str] = set()  # tensors with more distinct values than `_MOST_VALUES`
         self._values_of: dict[str, set[float]] = {}
@@ -63,13 +65,20 @@ class Novelties:
                 found |= {(name, what) for what in self._held(name, tensor, counts)}
                 numbers.update(self._numbers(name, tensor, counts))
         self._batches += 1
-        self.has_counts = any([self._widens(what, number) for what, number in numbers.items()])
+        known = self._ranges
+        self.is_larger = any(
+            what[1] == "elements" and number > known[what][1]
+            for what, number in numbers.items()
+            if what in known
+        )
+        wider = [what for what, number in numbers.items() if self._widens(what, number)]
+        self.has_sums, self.has_counts = bool(wider), any(what[1] != "sum" for what in wider)
         new = found - self._seen
         self.only_classes = True
         if not new:
             return False
-        known = Counter(one[0] for one in self._seen if _is_value(one))
-        self.only_classes = all(_is_value(one) and known[one[0]] >= _SEVERAL for one in new)
+        values = Counter(one[0] for one in self._seen if _is_value(one))
+        self.only_classes = all(_is_value(one) and values[one[0]] >= _SEVERAL for one in new)
         self._seen |= new
         return True
 
@@ -95,8 +104,9 @@ class Novelties:
         """What a divisor may count in a tensor."""
         yield (name, "elements"), tensor.numel()
         if name in self._many:
-            own = tensor.nansum() if tensor.is_floating_point() else (tensor != IGNORED_LABEL).sum()
-            yield (name, "own"), float(own)
+            is_float = tensor.is_floating_point()
+            own = tensor.nansum() if is_float else (tensor != IGNORED_LABEL).sum()
+            yield (name, "sum" if is_float else "labels"), float(own)
             return
         known = self._values_of.setdefault(name, set())
         known |= {*counts}

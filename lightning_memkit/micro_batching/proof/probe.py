@@ -59,7 +59,7 @@ class Weighing:
         fewest: the fewest rows that the step runs on, as far as known.
         skipped: the batch at hand tells nothing: it has no loss as a whole, nothing in it counts, or it is not finite.
         head: the functions next to the losses that were compared, see `head_of`.
-        has_more: the batch has more or less of something than any before.
+        has_more: the batch has more rows than any before; or more or less of what the step may divide by.
     """
 
     def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
@@ -98,7 +98,9 @@ class Weighing:
         splits = splits and 0 < micro_batch_size < batch_size(step.batch)
         wanted = self._wanted(step, micro_batch_size)
         is_new = self._is_new and not self._novelties.only_classes
-        told = [wanted, is_new, splits, self._ways.without_labels, self._novelties.has_counts]
+        divides, novel = self.rules is not None and self.rules.has_own_numbers, self._novelties
+        has_more = novel.is_larger or (divides and novel.has_counts)
+        told = [wanted, is_new, splits, self._ways.without_labels, has_more]
         wanted, is_new, splits, unlabelled, self.has_more = map(bool, largest_of_ranks(step.run, told))
         self._ways = self._ways.by_rows() if unlabelled else self._ways
         self.weigh_by = self._ways.chosen(self.weigh_by)
@@ -160,7 +162,7 @@ class Weighing:
         new = self._is_new = self._novelties.are_in(step.batch)
         if new:
             self.foretold.distrust()
-        if self._novelties.has_counts:
+        if self._novelties.has_sums:
             self.foretold.look_again()
         if self.verdict is not None and not self.verdict.adds_up:
             return False
