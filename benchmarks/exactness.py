@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import import_module, util
 from multiprocessing import get_context
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 from benchmarks.__main__ import main_of
 from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import RUNS, class_weight_runs
-from benchmarks._exactness_generator import drawn_cases
+from benchmarks._exactness_generator import cases_of
 from benchmarks._exactness_judge import (
     DIFFERENT,
     EQUAL,
@@ -40,7 +39,6 @@ from benchmarks._exactness_judge import (
     Verdict,
     judge,
 )
-from benchmarks._exactness_later import CASES
 from benchmarks._exactness_models import PARTS, STATE, Case
 from benchmarks._exactness_ranks import Found, figures_on_ranks, judged_on_ranks
 from benchmarks._exactness_runs import MORE_SCALES, Trace, jittered, rescaled, train, unsplit
@@ -91,12 +89,6 @@ def run(options: Options) -> Report:
     notes += [_told_on_ranks(one, options.seed) for one in on_ranks if one.why]
     failed = bool(figures["different"] or figures["ranks_different"])
     return Report("exactness", figures, rows_of_table(cells), notes=tuple(notes), failed=failed)
-
-
-@cache
-def cases_of(seed: int) -> list[Case]:
-    """The steps written by hand, and as many drawn from the seed."""
-    return [*CASES, *drawn_cases(seed, len(CASES))]
 
 
 def judged(options: Options) -> Iterator[Cell]:

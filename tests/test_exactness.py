@@ -16,7 +16,7 @@ from benchmarks import __main__ as command
 from benchmarks import exactness
 from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import class_weight_runs
-from benchmarks._exactness_generator import SUM, Drawn, drawn_cases
+from benchmarks._exactness_generator import SUM, Drawn, cases_of, drawn_cases
 from benchmarks._exactness_judge import (
     CHUNKED,
     DIFFERENT,
@@ -30,7 +30,7 @@ from benchmarks._exactness_judge import (
 from benchmarks._exactness_later import CASES
 from benchmarks._exactness_models import DTYPES, Case
 from benchmarks._exactness_runs import jittered, train, unsplit
-from benchmarks.exactness import cases_of, cells_of
+from benchmarks.exactness import cells_of
 from lightning_memkit import MemoryBudget
 
 DRAWN = drawn_cases(7, 60)

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from benchmarks._exactness_generator import cases_of
 from benchmarks._exactness_ranks import (
     AVERAGED,
     DIFFERENT,
@@ -17,7 +18,6 @@ from benchmarks._exactness_ranks import (
     judged_on_ranks,
     outcome_of,
 )
-from benchmarks.exactness import cases_of
 from lightning_memkit.micro_batching import split_batch
 
 CASES = {case.name: case for case in cases_of(1)}

@@ -9,7 +9,7 @@ from tests.plugins.toys import trained, weights
 from tests.plugins.two_ranks import TAGGERS
 from tests.processes import Ran, run_on_ranks
 
-KEPT_FROM_LESS = "as if it were kept from less"
+KEPT_FROM_LESS = "as if it were clamped for all rows"
 KEPT = ["penalized", "epsilon", "detector"]
 SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", "averaged", *KEPT)]
 

@@ -38,7 +38,7 @@ _UNEXPLAINED = 8  # batches that are compared if the loss's graph shows no divis
 
 
 class WholeComparison:
-    """Compares batches that were probed or have or return something new or more, and one after 8, 16, 32 ... of all.
+    """Compares batches that are `due` or return something new, and one after 8, 16, 32 ... of all.
 
     That is a forward of the whole batch each.
 
@@ -52,7 +52,7 @@ class WholeComparison:
         of_ranks: runs the forwards where several ranks agree on what they show; only losses are compared then.
 
     Attributes:
-        due: the batch at hand was probed, or see `Weighing.has_more`.
+        due: the batch at hand was probed, or has more than others (see `Weighing.has_more`).
         seconds: the time that comparisons have taken.
     """
 

@@ -103,13 +103,14 @@ class Novelties:
     def _numbers(self, name: str, tensor: Tensor, counts: dict[float, int]) -> Iterator[tuple[Any, float]]:
         """What a divisor may count in a tensor."""
         yield (name, "elements"), tensor.numel()
-        if name in self._many:
+        known = self._values_of.setdefault(name, set())
+        if len(known) <= _MOST_VALUES:  # of all batches together: each may have a few of many ids
+            known |= {*counts}
+        if name in self._many or len(known) > _MOST_VALUES:
             is_float = tensor.is_floating_point()
             own = tensor.nansum() if is_float else (tensor != IGNORED_LABEL).sum()
             yield (name, "sum" if is_float else "labels"), float(own)
             return
-        known = self._values_of.setdefault(name, set())
-        known |= {*counts}
         values = sorted(known)
         own = [counts.get(value, 0) for value in values]
         yield from (((name, value), count) for value, count in zip(values, own, strict=True))

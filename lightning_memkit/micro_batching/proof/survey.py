@@ -31,10 +31,10 @@ _TAKEN_FOR_A_SUM = (
     "number that adds up, or keep micro_batch_size at the loader's batch size."
 )
 _TAKEN_FOR_A_COUNT = (
-    "MemoryBudget weighs ranks by what training_step divides a mean by. On one rank that is the least number so far "
-    "in all rows of its batch, as if it were kept from less (mask.mean().clamp(min=...)), and on another it is more. "
-    "If it is kept, that rank weighs more than in the batch of all ranks. To be exact, divide a sum by a count: "
-    "loss.sum() / mask.sum().clamp(min=...)."
+    "MemoryBudget weighs ranks by what training_step divides a mean by. On one rank this number is the least so far, "
+    "as if it were clamped for all rows of its batch (mask.mean().clamp(min=...)), and on another it is larger. If it "
+    "is clamped, that rank weighs more than its rows do in the batch of all ranks. To be exact, divide a sum by a "
+    "count: loss.sum() / mask.sum().clamp(min=...)."
 )
 
 
@@ -94,9 +94,9 @@ class Surveys:
         may_be = [bool(one) and told.is_least(index, one) for index, one in enumerate(fractions)]
         others = [bool(total) and not kept for total, kept in zip(totals, may_be, strict=True)]
         summed = sum_of_ranks(run, totals)
-        flags = largest_of_ranks(run, [*map(found.least, terms), *may_be, *others])
-        kept, may_be, others = (flags[len(terms) * column :][: len(terms)] for column in range(3))
-        if any(map(min, may_be, others)):
+        largest = largest_of_ranks(run, [*map(found.least, terms), *may_be, *others])
+        kept, some, more = (largest[len(terms) * column :][: len(terms)] for column in range(3))
+        if any(map(min, some, more)):  # on one rank it may be clamped, and on another it is not
             self._warn(_TAKEN_FOR_A_COUNT)
         return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
 
