@@ -155,3 +155,74 @@ def test_a_batch_of_more_rows_than_any_before_is_compared(size: int) -> None:
         fit([*fine, 16], MemoryBudget("1GiB", micro_batch_size=size, within="step"))
     whole = fit([*fine, 16], MemoryBudget("1GiB"))
     torch.testing.assert_close(whole, fit([*fine, 16]), rtol=1e-12, atol=1e-13)
+
+
+def hardest_negatives(each: Tensor, positive: Tensor) -> tuple[Tensor, int]:
+    """The losses of the negatives, and how many of them count: three for each positive row, and three at least."""
+    negatives = each[~positive]
+    return negatives, min(3 * max(int(positive.sum()), 1), len(negatives))
+
+
+def mined(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    each, positive = out.square().mean(1), labels > 0
+    negatives, kept = hardest_negatives(each, positive)
+    return (each[positive].sum() + negatives.topk(kept).values.sum()) / positive.sum().clamp(min=1)
+
+
+def mined_by_index(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    each, positive = out.square().mean(1), labels > 0
+    negatives, kept = hardest_negatives(each, positive)
+    chosen = negatives[negatives.argsort(descending=True)[:kept]]
+    return (each[positive].sum() + chosen.sum()) / positive.sum().clamp(min=1)
+
+
+def mined_by_slice(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    each, positive = out.square().mean(1), labels > 0
+    negatives, kept = hardest_negatives(each, positive)
+    chosen = negatives.sort(descending=True).values[:kept]
+    return torch.cat([each[positive], chosen]).mean()
+
+
+def rows_of(batches: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(len(labels), 6).double(), torch.tensor(labels)) for labels in batches]
+
+
+def fitted_to(
+    loss: Callable[[Rows, Tensor, Tensor], Tensor], batches: list[list[int]], size: int | None
+) -> Tensor:
+    data = rows_of(batches)
+    toy = Rows(loss).double()
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, within="step")]
+    trainer(*budget, max_epochs=1, max_steps=-1).fit(toy, DataLoader(data, batch_size=None))  # pyright: ignore
+    return weights(toy)
+
+
+# All negatives of each micro-batch count, and of any other rows of the first batches, of which three are negative.
+# The last batch has as many of each kind as the one before; of its third micro-batch, three of four count.
+ALL_NEGATIVES = [[1, 1, 0, 1, 1, 0, 1, 0]] * 18 + [[1, 0, 0, 1] * 4]
+SOME = [[1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("loss", [mined, mined_by_index, mined_by_slice])
+def test_a_choice_that_begins_in_a_later_micro_batch_is_compared(
+    loss: Callable[[Rows, Tensor, Tensor], Tensor],
+) -> None:
+    """All negatives counted in each micro-batch before, and the functions that chose them were there: unsaid."""
+    ours, plain = (fitted_to(loss, ALL_NEGATIVES, size) for size in (4, None))
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
+    with pytest.raises(BudgetError, match="miss the whole batch's"):
+        fitted_to(loss, ALL_NEGATIVES + SOME, 4)
+
+
+def spread_of_many(toy: Rows, out: Tensor, labels: Tensor) -> Tensor:
+    """A term that begins with the seventh positive row, which no micro-batch of four has."""
+    each = out.square().mean(1)
+    loss, positive = each.mean(), each[labels > 0]
+    return loss + 0.3 * (positive.max() - positive.min()) if len(positive) > 6 else loss
+
+
+def test_a_term_that_begins_with_more_rows_is_named_as_such() -> None:
+    """It was said that training_step returns None, which it never does."""
+    with pytest.raises(BudgetError, match="the whole batch's loss has terms or divisors"):
+        fitted_to(spread_of_many, [[1, 0] * 4] * 8 + [[1] * 8 + [0] * 8], 4)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.micro_batching.changes.step_watch import StepWatch
-from lightning_memkit.micro_batching.graph.loss_head import head_of
+from lightning_memkit.micro_batching.graph.loss_head import chooses, head_of
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts import untold
@@ -62,7 +62,7 @@ class PartsRunner:
         self._watched = WatchedParts(run, watch)
         self._hooks = BeforeZeroGrad(run, watch)
         self._once = OnceABatch(run)
-        self._compares = False  # the functions of the batch's first loss are still to be compared
+        self._compares = False  # the functions of the next loss: of a batch's first, see `chooses`
         self.whole, self.chunks = WholeComparison(None), ModuleChunks(run)
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._run, self._warned = run, set[str]()
@@ -249,8 +249,8 @@ class PartsRunner:
         Raises:
             NewFunctionsError: it is not.
         """
-        self._compares = False
         known = self.partition.combination.head
+        self._compares = known is not None and chooses(known)
         new = frozenset[tuple[str, str]]() if known is None else head_of(loss) - known - self.chunks.heads
         if new:
             raise NewFunctionsError(edges=new)

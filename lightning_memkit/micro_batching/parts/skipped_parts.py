@@ -12,7 +12,11 @@ from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.loss_rounding import difference
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    PartSkippedError,
+    WholeSkippedError,
+    WholeTermsError,
+)
 
 _ROUNDED = 1e-4  # of counts, relative
 # From the divisors of a loss's terms to their weights, None if these are unknown.
@@ -81,7 +85,10 @@ def check_skipped(batch: BatchRun, attempt: Attempt, partition: Partition, look:
         weight for index, weight in enumerate(batch.weights) if index not in ran
     ):
         return True
-    whole = None if look is None else look(batch.step, partition)
+    try:
+        whole = None if look is None else look(batch.step, partition)
+    except WholeTermsError as error:
+        raise PartSkippedError(str(error)) from None
     if whole is None:
         return False
     if whole.loss is None:

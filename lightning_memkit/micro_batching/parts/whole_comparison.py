@@ -123,7 +123,7 @@ class WholeComparison:
 
         Raises:
             ManyRowsError: the losses differ by more than rounding.
-            PartSkippedError: the whole batch's has other terms.
+            WholeTermsError: the whole batch's has other terms.
             ForeseenElsewhereError: so it is on another rank.
         """
         self._batches += 1

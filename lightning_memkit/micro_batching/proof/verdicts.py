@@ -23,6 +23,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     ManyRowsStateError,
     PartSkippedError,
     VaryingFactorError,
+    WholeTermsError,
 )
 
 _SIZE = "micro_batch_size = the loader's batch size"
@@ -80,6 +81,13 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
         )
     if isinstance(error, PartSkippedError):
         return skips_parts()
+    if isinstance(error, WholeTermsError):
+        return _refused(
+            f"the whole batch's loss has terms or divisors that its micro-batches' losses have not ({error}): "
+            "training_step decides by all rows what it adds",
+            f"{_WHOLE_AND_FIT}, or add a term by what is the same for any rows",
+            0.0,
+        )
     return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
 
 

@@ -17,7 +17,7 @@ from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import quiet
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.divisors import least_divisors
-from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, UnforeseenLossError
+from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError, WholeTermsError
 from lightning_memkit.micro_batching.shares.lone_counts import saving_shapes_only
 from lightning_memkit.utilities.generators import Generators
 
@@ -49,7 +49,7 @@ class WholeLooks:
             weigh: gives the weights of its terms, see `WholeLook.weighed`.
 
         Raises:
-            PartSkippedError: it has other terms than were proven to add up.
+            WholeTermsError: it has other terms than were proven to add up.
         """
         combination, draws = partition.combination, self._trials.draws
         if self._trials.ranks.exchanges:
@@ -85,7 +85,7 @@ class WholeLooks:
                 reading = rules.reading_of(loss)
                 counts = list(rules.counts(reading, loss, noted.values))
             except UnforeseenLossError as error:
-                raise PartSkippedError(str(error)) from None
+                raise WholeTermsError(str(error)) from None
             least = least_divisors(rules, reading, combination.foretold, step.batch)
             for index in least.lone:
                 counts[index] = reading.divisors[index]

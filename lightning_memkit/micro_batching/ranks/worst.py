@@ -21,6 +21,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     UnknownTotalsError,
     VaryingFactorError,
     WholeSkippedError,
+    WholeTermsError,
 )
 
 # In order of what the reaction costs: from running the batch again to whole batches.
@@ -39,6 +40,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     VaryingFactorError,
     KeptConstantError,
     PartSkippedError,
+    WholeTermsError,
     ManyRowsStateError,
     ManyRowsError,
     HookStateError,

@@ -102,6 +102,10 @@ class PartSkippedError(UnforeseenLossError):
     """The step returned None for micro-batches whose rows count in the whole batch's loss."""
 
 
+class WholeTermsError(UnforeseenLossError):
+    """The whole batch's loss has terms, or divisors, that those of its micro-batches have not."""
+
+
 class VaryingFactorError(UnforeseenLossError):
     """A factor of a reduction differs between micro-batches: rows act on each other through it."""
 
