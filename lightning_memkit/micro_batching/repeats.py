@@ -28,8 +28,7 @@ def is_only_repeated(
         before = max(step.run.batches_a_step, window.loader_batches) - 1
         partition.look_up_in(range(step.batch_idx - before, step.batch_idx + 1))
         # With a divisor that is no count, the reported loss is no mean of the micro-batches' losses.
-        if window.loader_batches < 2:
-            partition.note_values()
+        partition.note_values(in_window=window.loader_batches > 1)
         return True
     # A wrong prediction is forgotten already, so the next attempt reads totals itself.
     return isinstance(error, (ForeseenElsewhereError, MistakenTotalsError))

@@ -154,7 +154,8 @@ class BatchWeights:
         is_told = all(told[index] is not None for index in rules.means)
         if self.exact_window and not all(told[index] for index in rules.means):
             is_told = False
-        surveys = partition.looks_up(step.batch_idx) or (not goes_on and partition.surveys(step.batch_idx))
+        begins = partition.surveys(step.batch_idx, is_told=is_told) and not goes_on
+        surveys = partition.looks_up(step.batch_idx) or begins
         if ranks > 1 and (rules.means or rules.looked_up):  # all ranks need one reference
             surveys = any_rank(self._run, surveys or not (is_told or goes_on))
         if surveys and self.survey is not None:

@@ -90,6 +90,7 @@ class Partition:
     misfit: str = field(default="", init=False)
     combination: Combination = field(default_factory=Combination, init=False)
     unlike: bool = field(default=False, init=False)
+    _notes_values: bool = field(default=False, init=False)
     row_tokens: int | None = field(default=None, init=False)
     wide: frozenset[str] = field(default=frozenset(), init=False)
     fewest: int = field(default=1, init=False)
@@ -132,12 +133,18 @@ class Partition:
         """Run the batch at hand whole and without a graph, as the step returns None for it."""
         self.held = self.skipped = True
 
-    def note_values(self) -> None:
-        """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""
-        self.unlike = True
+    def note_values(self, *, in_window: bool = False) -> None:
+        """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses.
+
+        Several batches that are weighed as one report means nevertheless, and can't have terms that weigh unlike.
+        """
+        self._notes_values, self.unlike = True, self.unlike or not in_window
 
     def survey_each_batch(self) -> None:
-        """Read the terms' totals off a forward before each batch, since its micro-batches are scaled by them."""
+        """Read the terms' totals off a forward before each batch of which nothing tells them.
+
+        Its micro-batches are scaled by them.
+        """
         self._surveys_each = self.unlike = True
 
     def survey_batch(self, batch_idx: int) -> None:
@@ -204,6 +211,11 @@ class Partition:
     # What it tells
 
     @property
+    def notes_values(self) -> bool:
+        """Whether the values of the loss's terms are noted: they weigh unlike, or what they count depends on them."""
+        return self.unlike or self._notes_values
+
+    @property
     def keeps_whole(self) -> bool:
         """Whether the batch at hand is not split, whatever its size."""
         return self.whole or self.held or bool(self.misfit)
@@ -223,9 +235,14 @@ class Partition:
         sums = rules.looked_up if rules is not None else ()
         return batch_idx in self._has_lone or not all(map(foretold.is_constant, sums))
 
-    def surveys(self, batch_idx: int) -> bool:
-        """Whether the batch that begins a window is surveyed before it runs."""
-        return self._surveys_each or self._counts_nothing == batch_idx
+    def surveys(self, batch_idx: int, *, is_told: bool) -> bool:
+        """Whether the batch that begins a window is surveyed before it runs.
+
+        Args:
+            batch_idx: the batch's number.
+            is_told: numbers of the batch tell the totals of its loss's terms.
+        """
+        return self._counts_nothing == batch_idx or (self._surveys_each and not is_told)
 
     def cut(self, batch: Any) -> Cut:
         """The micro-batches of a batch."""

@@ -215,7 +215,7 @@ class PartsRunner:
         step, rests = batch.step, self.partition.combination.rests
         part = self._run.transfer(batch.cut.parts[index])
         watched = batch.shares is not None and (
-            self.partition.unlike
+            self.partition.notes_values
             or (rests is not None and rests.seen)
             or (self._run.world_size > 1 and bool(batch.shares.rules.means))
         )
@@ -267,7 +267,7 @@ class PartsRunner:
             foretold = self.partition.combination.foretold
             scaled, weight = shares.scaled(loss, rows, over, values, foretold, batch.cut.parts[index])
         except UnseenValueError:
-            self.partition.note_values()
+            self.partition.note_values(in_window=self._weights.exact_window)
             raise MistakenTotalsError from None
         if shares.was_unlike and not self.partition.unlike:
             self.partition.note_values()

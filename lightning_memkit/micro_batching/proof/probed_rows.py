@@ -26,7 +26,7 @@ from lightning_memkit.micro_batching import (
     weigher,
 )
 from lightning_memkit.micro_batching.parts.cut import Splitter
-from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
+from lightning_memkit.micro_batching.shares.batch_numbers import BatchCount, counts_of
 from lightning_memkit.micro_batching.splitting import named_tensors
 
 # And below: instead of a number of probes, a row between two that are equal in a column of integers.

@@ -6,7 +6,7 @@ from enum import Enum
 from math import isnan
 from typing import Any
 
-from lightning_memkit.micro_batching.shares.batch_numbers import BatchCount, counts_of
+from lightning_memkit.micro_batching.shares.batch_numbers import BatchCount, numbers_of
 
 _SAME = 1e-9
 # How many looked-up totals must agree before divisors that may be clamped are trusted: as proportional to a
@@ -26,21 +26,21 @@ class Foretold:
         return self.ratio * self.count(batch)
 
 
-def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foretold]:
+def foretelling(numbers: Sequence[dict[BatchCount, float]], divisors: Sequence[float]) -> list[Foretold]:
     """The numbers that are proportional to a divisor in all these batches, the likeliest first.
 
     Args:
-        batches: a batch and its micro-batches.
+        numbers: those of a batch, and of its micro-batches.
         divisors: a term's count in each.
     """
     found = []
-    for count in counts_of(batches[0]):
-        numbers = [count(batch) for batch in batches]
-        if not numbers[0] or not divisors[0]:
+    for count, number in numbers[0].items():
+        if not number or not divisors[0]:
             continue
-        ratio = divisors[0] / numbers[0]
+        ratio = divisors[0] / number
         if all(
-            abs(n * ratio - d) <= _SAME * abs(divisors[0]) for n, d in zip(numbers, divisors, strict=True)
+            abs(own[count] * ratio - divisor) <= _SAME * abs(divisors[0])
+            for own, divisor in zip(numbers, divisors, strict=True)
         ):
             found.append(Foretold(count, ratio))
     return found
@@ -90,15 +90,18 @@ class Foretelling:
         """
         if len(divisors) != len(self.ways) or tuple(terms) != self._terms:
             self._begin([[] for _ in divisors], terms)
+        known = {way.count for ways in self.ways for way in ways}
+        whole = numbers_of(batches[0], known)
+        numbers = [numbers_of(batch, whole) for batch in batches[1:]]
         for index, counted in enumerate(divisors):
             if counted is None or not counted[0]:
                 continue
-            found = foretelling(batches, counted)
+            found = foretelling([whole, *numbers], counted)
             known = {way.count: way.ratio for way in self.ways[index]}
             agree = [
                 way for way in found if abs(known.get(way.count, way.ratio) - way.ratio) <= _SAME * way.ratio
             ]
-            self._wrong[index].update({*counts_of(batches[0])} - {way.count for way in agree})
+            self._wrong[index].update({*whole} - {way.count for way in agree})
             agree = [way for way in agree if way.count not in self._wrong[index]]
             kept = [way for way in agree if way.count in known]
             if not kept:
@@ -186,7 +189,7 @@ class Foretelling:
 
         Some that are told apart by nothing else so far: of labels the positive ones, and those that are not zero. Such
         a number is not believed against a term of value zero, before looks have shown that such rows count; nor for
-        other terms, once a look has shown that divisors are clamped.
+        other terms, once a look has shown that divisors are clamped, before it was right in twelve looks.
 
         Args:
             index: the term's index.
@@ -194,7 +197,8 @@ class Foretelling:
             is_zero: the term's value is exactly zero.
         """
         if not is_zero:
-            return index < len(self._least) and self._least[index].has_kept
+            has_kept = index < len(self._least) and self._least[index].has_kept
+            return has_kept and self._looked_up[index] < _ENOUGH_LOOKS
         looks = self._zeros[index] if index < len(self._zeros) else _Looks()
         return bool(count) and (looks.is_kept or looks.agreed < _CONFIRMED)
 
