@@ -17,6 +17,7 @@ from lightning_memkit.micro_batching.choice import PartsChoice
 from lightning_memkit.micro_batching.history import WHOLE, PartsChange, noted
 from lightning_memkit.micro_batching.journaling import Journaling
 from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.batch_weights import Surveyed
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
@@ -89,7 +90,7 @@ class Engine:
         self.window = AccumulationWindow(options.effective_batch_size)
         self.window.open_early(run)
         self.trials = Trials(run, options.usable_bytes)
-        self._surveys = Surveys(run, self.trials)
+        self._surveys = Surveys(run, self.trials, has_windows=options.effective_batch_size is not None)
         self.runner = PartsRunner(
             run,
             Partition(micro_batch_size=WHOLE, split=options.split),
@@ -189,7 +190,7 @@ class Engine:
         if self.loop.world_size > 1:
             self._undo += [ranks.close, self.loop.clip_by(ranks.clip)]
 
-    def _survey(self, step: Step, cut: Cut) -> list[float]:
+    def _survey(self, step: Step, cut: Cut) -> Surveyed:
         """What the terms of a batch's loss count in all its micro-batches, and on all ranks."""
         partition, rules = self.runner.partition, self.runner.partition.combination.rules
         if rules is None:

@@ -1,7 +1,9 @@
 """Decide what each micro-batch of a batch weighs, and scale gradients where that is known only at the batch's end."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +24,32 @@ from lightning_memkit.micro_batching.shares.foreseen import (
 )
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
+_UNTOLD_IN_WINDOW = (
+    "MemoryBudget does not know yet what the loss is a mean over: nothing in the rows that were compared counts. "
+    "Until a batch tells, the loader batches of effective_batch_size weigh by labels or rows, which is not exact for "
+    "a mean over some rows only. To be exact, let the loader's batches be of effective_batch_size."
+)
+
+
+class Surveyed(NamedTuple):
+    """What the terms of a batch's loss count.
+
+    Attributes:
+        counts: of each term, in all rows.
+        least: what the step clamps the divisor of each term to, where the batch counts less; else 0.
+    """
+
+    counts: list[float]
+    least: list[float]
+
+    @property
+    def divisors(self) -> list[float]:
+        """What the step divides each term of the whole batch by."""
+        return largest(self.counts, self.least)
+
+
 # Reads what a batch's terms count off forwards that leave no trace: `Surveys`.
-Survey = Callable[[Step, Cut], list[float]]
+Survey = Callable[[Step, Cut], Surveyed]
 
 
 @dataclass(kw_only=True)
@@ -34,6 +60,7 @@ class Window:
         reference: what gradients have been divided by so far: the first batch's count.
         counted: the sum of all batches' counts.
         totals: by term of the loss, what the first batch counts.
+        least: by term, what the step clamps the divisor to (see `Surveyed`).
         fractions: how much of each mean has been accumulated (see `StepShares`).
         beside: whether a constant stands beside a mean (see `StepShares`).
         before: tensors with gradients of earlier steps, and these.
@@ -43,6 +70,7 @@ class Window:
     reference: float = 0.0
     counted: float = 0.0
     totals: list[float] | None = None
+    least: list[float] = field(default_factory=list)
     fractions: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -79,7 +107,7 @@ class BatchWeights:
         self.outlive = False
         self._run, self._partition = run, partition
         self._has_exact_windows = exact_window
-        self._window = Window()
+        self._window, self._has_warned = Window(), False
         self._origins = OriginsOfRanks(run)
 
     @property
@@ -124,6 +152,9 @@ class BatchWeights:
         if combination.summed or self._is_observed:
             return cuts[0], counts
         if self.exact_window:
+            if (combination.untold or partition.held) and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(_UNTOLD_IN_WINDOW, stacklevel=2)
             self._window.reference = self._window.reference or total
             self._window.counted += total
             if total == 0:  # other batches of the window may count something
@@ -160,11 +191,13 @@ class BatchWeights:
             surveys = any_rank(self._run, surveys or not (is_told or goes_on))
         if surveys and self.survey is not None:
             own = self.survey(step, cut)
+            if self.exact_window:
+                self._window.least = largest(self._window.least or own.least, own.least)
             return StepShares(
                 rules,
-                self._window.totals if goes_on else own,
+                self._window.totals if goes_on else self._scales(own.divisors),
                 is_known=not goes_on,
-                looked_up=own,
+                looked_up=own.counts if self.exact_window else own.divisors,
                 by_itself=ranks == 1 and not self.exact_window,
                 ranks=ranks,
             )
@@ -178,6 +211,10 @@ class BatchWeights:
         if self.outlive and rules.means:
             raise GradientsOutliveError
         return StepShares(rules, None)
+
+    def _scales(self, divisors: list[float]) -> list[float]:
+        """What micro-batches are scaled by; of a window whose first batch counts nothing, any number does."""
+        return [divisor or 1.0 for divisor in divisors] if self.exact_window else divisors
 
     def finish(self, step: Step, shares: StepShares | None) -> float:
         """Check what the micro-batches counted against the totals that they were weighed by; mend the scale.
@@ -224,6 +261,8 @@ class BatchWeights:
         window.fractions = _added(window.fractions, overall.fractions)
         window.beside = _added(window.beside, overall.beside)
         if step.ends_window and window.totals is not None:
+            if window.least:  # the window's own divisor is clamped, where its batches count less together
+                window.counted = max(window.counted, window.least[main], key=abs)
             window.reference = window.totals[main]
             shares.refuse_constants(window.fractions, window.beside, window.factor)
             _scale(step, window.factor, window.before)
@@ -247,6 +286,11 @@ def _scale(step: Step, factor: float, before: Sequence[tuple[Tensor, Tensor]] = 
         for leaf, own in before:
             if leaf.grad is not None and any(leaf.grad is gradient for gradient in gradients):
                 leaf.grad.add_(own, alpha=1.0 - factor)
+
+
+def largest(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Of each two numbers the one that is farther from zero."""
+    return [max(pair, key=abs) for pair in zip(one, other, strict=True)]
 
 
 def _added(before: list[float], own: list[float]) -> list[float]:

@@ -9,6 +9,7 @@ from lightning_memkit.micro_batching import SplittableBatch
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts.batch_weights import Surveyed
 from lightning_memkit.micro_batching.parts.cut import Cut, rows_together
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
@@ -44,15 +45,16 @@ class Surveys:
     Args:
         run: the loop.
         trials: runs the forwards without a trace.
+        has_windows: counts of several batches are added up (`effective_batch_size`).
     """
 
-    def __init__(self, run: Run, trials: Trials) -> None:
-        self._run, self._trials = run, trials
+    def __init__(self, run: Run, trials: Trials, *, has_windows: bool) -> None:
+        self._run, self._trials, self._has_windows = run, trials, has_windows
         self._warned_of = set[str]()
         self._too_many_rows: float = float("inf")  # the fewest rows of a whole batch that could not be run
         self._differentiates = False  # the step takes gradients itself, and needs all that autograd saves
 
-    def __call__(self, step: Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
+    def __call__(self, step: Step, cut: Cut, partition: Partition, rules: LossRules) -> Surveyed:
         """The counts of the loss's terms in the batch, over all ranks and divided by their number.
 
         Costs a forward of each micro-batch, which starts from the same state as in training. If a divisor may
@@ -87,8 +89,8 @@ class Surveys:
             self._warn(_TAKEN_FOR_A_SUM)
         return self._of_all_ranks(totals, found, told)
 
-    def _of_all_ranks(self, totals: Sequence[float], found: LoneCounts, told: Foretelling) -> list[float]:
-        """Totals averaged over ranks, as gradients are; if the sum is below the batch's clamp, that clamp."""
+    def _of_all_ranks(self, totals: Sequence[float], found: LoneCounts, told: Foretelling) -> Surveyed:
+        """Totals averaged over ranks, as gradients are, and the batch's clamp of those below it."""
         run, terms = self._run, range(len(totals))
         fractions = [found.fraction(index) for index in terms]
         may_be = [bool(one) and told.is_least(index, one) for index, one in enumerate(fractions)]
@@ -98,7 +100,8 @@ class Surveys:
         kept, some, more = (largest[len(terms) * column :][: len(terms)] for column in range(3))
         if any(map(min, some, more)):  # on one rank it may be clamped, and on another it is not
             self._warn(_TAKEN_FOR_A_COUNT)
-        return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
+        size = run.world_size
+        return Surveyed([total / size for total in summed], [least / size for least in kept])
 
     def _warn(self, text: str) -> None:
         """Warn once."""
@@ -118,7 +121,7 @@ class Surveys:
             doubted=told.doubted() if is_alone else frozenset(),
             runs_whole=not is_alone or count_of_rows(step.batch) < self._too_many_rows,
             adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
-            adds_up=not is_alone,
+            adds_up=not is_alone or self._has_windows,
         )
 
     def _count(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts, zeros: set[int]) -> None:
