@@ -65,10 +65,15 @@ def clamped(toy: Columns, batch: Batch) -> Tensor:
 
 
 def masked(toy: Columns, batch: Batch) -> Tensor:
-    """Weights of zero and one."""
-    found, known = toy.net(batch["x"])[:, :TASKS], batch["targets"].isfinite().to(batch["x"])
-    error = (found - batch["targets"].nan_to_num()).square()
-    return (error * known).sum() / known.sum() + (error[:, 1] * known[:, 1]).sum() / known[:, 1].sum()
+    """Weights of zero and one, for each task."""
+    error, mask = toy.net(batch["x"])[:, :TASKS].square(), batch["mask"]
+    return ((error * mask).sum(0) / mask.sum(0)).mean()
+
+
+def weighed(toy: Columns, batch: Batch) -> Tensor:
+    """A weight for each row and task."""
+    error, each = toy.net(batch["x"])[:, :TASKS].square(), batch["weights"]
+    return ((error * each).sum(0) / each.sum(0)).sum()
 
 
 def by_class(toy: Columns, batch: Batch) -> Tensor:
@@ -85,12 +90,13 @@ LOSSES = {
     "targets": targets,
     "clamped": clamped,
     "masked": masked,
+    "weighed": weighed,
     "by class": by_class,
 }
 
 
 def batches(steps: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
+    generator, another = (torch.Generator().manual_seed(seed) for seed in (0, 1))
 
     def one() -> Batch:
         x = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
@@ -98,7 +104,13 @@ def batches(steps: int) -> list[Batch]:
         values = torch.randn(ROWS, TASKS, generator=generator, dtype=torch.float64)
         missing = torch.rand(ROWS, TASKS, generator=generator) < 0.4
         missing[::SIZE] = False
-        return {"x": x, "classes": labels.where(~missing, -100), "targets": values.where(~missing, torch.nan)}
+        return {
+            "x": x,
+            "classes": labels.where(~missing, -100),
+            "targets": values.where(~missing, torch.nan),
+            "mask": (~missing).double(),
+            "weights": torch.rand(ROWS, TASKS, generator=another, dtype=torch.float64),
+        }
 
     return [one() for _ in range(steps)]
 
@@ -120,7 +132,6 @@ def test_what_a_column_counts_takes_no_forward(loss: Loss) -> None:
     ours = fitted(loss, data, budget)
     torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-12, atol=1e-13)
     late = [FORWARDS[step] for step in range(24, 30)]
-    assert (
-        max(late) <= ROWS // SIZE + 1
-    )  # one of the whole, where there is more of something than in any batch before
+    # One of the whole, where there is more of something than in any batch before.
+    assert max(late) <= ROWS // SIZE + 1
     assert late.count(ROWS // SIZE) >= 4

@@ -1,7 +1,9 @@
 """Notice that a loss is computed by other functions than before, from the nodes next to it; 0.1 ms a batch.
 
 A step may change in the middle of a run: hard examples are mined from some step on, features are centered over
-the batch. Its terms can look the same. The functions that computed it, and which follows which, do not.
+the batch. Its terms can look the same. The functions that computed it, and which follows which, do not; nor does
+whether they take all that they choose from: the three hardest negatives for each positive are all of the negatives in
+one batch, and some in the next.
 """
 
 from functools import lru_cache

@@ -25,9 +25,10 @@ from lightning_memkit.micro_batching.shares.foreseen import (
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 _UNTOLD_IN_WINDOW = (
-    "MemoryBudget does not know yet what the loss is a mean over: nothing in the rows that were compared counts. "
-    "Until a batch tells, the loader batches of effective_batch_size weigh by labels or rows, which is not exact for "
-    "a mean over some rows only. To be exact, let the loader's batches be of effective_batch_size."
+    "MemoryBudget does not know yet what the loss is a mean over: nothing in the rows that were compared counts, or "
+    "the batch has no loss, or its gradients are not finite. Until a batch tells, the loader batches of "
+    "effective_batch_size weigh by labels or rows, which is not exact for a mean over some rows only. To be exact, "
+    "let the loader's batches be of effective_batch_size."
 )
 
 

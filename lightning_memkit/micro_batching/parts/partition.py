@@ -134,9 +134,12 @@ class Partition:
         self.held = self.skipped = True
 
     def note_values(self, *, in_window: bool = False) -> None:
-        """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses.
+        """Note the values of the loss's terms from here on, and put the reported loss together from them.
 
-        Several batches that are weighed as one report means nevertheless, and can't have terms that weigh unlike.
+        Args:
+            in_window: several loader batches are weighed as one (`effective_batch_size`). Then values only tell which
+                terms count something; the reported loss stays a mean of losses, and terms that weigh unlike are
+                refused.
         """
         self._notes_values, self.unlike = True, self.unlike or not in_window
 

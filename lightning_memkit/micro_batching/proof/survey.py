@@ -20,7 +20,7 @@ from lightning_memkit.micro_batching.ranks.agreement import (
     sum_of_ranks,
 )
 from lightning_memkit.micro_batching.run import Run, Step
-from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
+from lightning_memkit.micro_batching.shares.batch_counts import Foretelling, Shown
 from lightning_memkit.micro_batching.shares.divisors import least_divisors, looked_at
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError, UnforeseenLossError
 from lightning_memkit.micro_batching.shares.lone_counts import WHOLE, LoneCounts, Look, saving_shapes_only
@@ -37,6 +37,18 @@ _TAKEN_FOR_A_COUNT = (
     "is clamped, that rank weighs more than its rows do in the batch of all ranks. To be exact, divide a sum by a "
     "count: loss.sum() / mask.sum().clamp(min=...)."
 )
+_NEVER_TOGETHER = (
+    "MemoryBudget can't prove by what training_step divides (or multiplies) a term of the loss in the effective "
+    "batch: in micro-batches the number is no count of their rows, and rows of several loader batches are never there "
+    "together. A constant is all right; of a count that is kept from being less (clamp(min=...), max(n, ...)), divide "
+    "by a number that adds up, or let the loader's batches be of effective_batch_size."
+)
+_TAKEN_FOR_NOTHING = (
+    "MemoryBudget takes rows of a micro-batch for such that count nothing: what training_step divides a mean by is "
+    "kept from being less than a number (clamp(min=...), max(n, ...)) in these rows, and also where each is there "
+    "twice. Up to half of that number may count in them. To be exact, keep the divisor from zero only (clamp(min=1) "
+    "of a count)."
+)
 
 
 class Surveys:
@@ -45,7 +57,7 @@ class Surveys:
     Args:
         run: the loop.
         trials: runs the forwards without a trace.
-        has_windows: counts of several batches are added up (`effective_batch_size`).
+        has_windows: batches that make one step are weighed as one (`effective_batch_size`).
     """
 
     def __init__(self, run: Run, trials: Trials, *, has_windows: bool) -> None:
@@ -79,6 +91,8 @@ class Surveys:
             raise UnforeseenLossError(found.why)
         for index in found.terms:
             shown = found.shown(index, totals[index])
+            if self._is_in_window and index in found.sums | found.whole and shown is Shown.OWN:
+                self._warn(_NEVER_TOGETHER)  # the same number in micro-batches and in all of them
             if index in found.sums:
                 told.confirm_sum(index, shown)
             else:
@@ -87,6 +101,8 @@ class Surveys:
                     told.confirm_zeros(index, shown)
         if found.unproven:
             self._warn(_TAKEN_FOR_A_SUM)
+        if found.vague:
+            self._warn(_TAKEN_FOR_NOTHING)
         return self._of_all_ranks(totals, found, told)
 
     def _of_all_ranks(self, totals: Sequence[float], found: LoneCounts, told: Foretelling) -> Surveyed:
@@ -102,6 +118,11 @@ class Surveys:
             self._warn(_TAKEN_FOR_A_COUNT)
         size = run.world_size
         return Surveyed([total / size for total in summed], [least / size for least in kept])
+
+    @property
+    def _is_in_window(self) -> bool:
+        """Whether the batch's counts are added to those of other batches, which are weighed as one with it."""
+        return self._has_windows and self._run.batches_a_step > 1
 
     def _warn(self, text: str) -> None:
         """Warn once."""
@@ -121,7 +142,7 @@ class Surveys:
             doubted=told.doubted() if is_alone else frozenset(),
             runs_whole=not is_alone or count_of_rows(step.batch) < self._too_many_rows,
             adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
-            adds_up=not is_alone or self._has_windows,
+            adds_up=not is_alone or self._is_in_window,
         )
 
     def _count(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts, zeros: set[int]) -> None:

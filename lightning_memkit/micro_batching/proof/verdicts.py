@@ -83,7 +83,7 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
         return skips_parts()
     if isinstance(error, WholeTermsError):
         return _refused(
-            f"the whole batch's loss has terms or divisors that its micro-batches' losses have not ({error}): "
+            f"the whole batch's loss has terms or divisors that its micro-batches' losses do not have ({error}): "
             "training_step decides by all rows what it adds",
             f"{_WHOLE_AND_FIT}, or add a term by what is the same for any rows",
             0.0,

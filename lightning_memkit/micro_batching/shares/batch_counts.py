@@ -90,8 +90,7 @@ class Foretelling:
         """
         if len(divisors) != len(self.ways) or tuple(terms) != self._terms:
             self._begin([[] for _ in divisors], terms)
-        known = {way.count for ways in self.ways for way in ways}
-        whole = numbers_of(batches[0], known)
+        whole = numbers_of(batches[0], {way.count for ways in self.ways for way in ways})
         numbers = [numbers_of(batch, whole) for batch in batches[1:]]
         for index, counted in enumerate(divisors):
             if counted is None or not counted[0]:

@@ -109,15 +109,17 @@ def _countable(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def _kinds(tensor: Tensor) -> Iterator[tuple[str, float | None]]:
     """The kinds of elements of a tensor that a step may count, and the values that they are compared with.
 
-    Of floats with many values, which are features or targets, only missing ones: any other kind agrees by chance.
+    Of floats with many values, which are features, targets or weights, their sum, and those that are not missing: how
+    many are positive, say, agrees with other counts by chance.
     """
     is_float = tensor.is_floating_point()
+    yield "sum", None
     if is_float:
         yield "finite", None
     values = tensor.unique().tolist() if tensor.numel() <= _SEARCHED else [0] * _MOST_VALUES
     if is_float and len(values) > _MOST_VALUES:
         return
-    yield from ((kind, None) for kind in ("nonzero", "sum", "positive"))
+    yield from ((kind, None) for kind in ("nonzero", "positive"))
     if not is_float:
         yield from ((kind, None) for kind in ("labels", "nonnegative"))
     if tensor.dtype is not torch.bool and len(values) < _MOST_VALUES:

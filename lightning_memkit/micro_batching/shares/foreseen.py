@@ -103,7 +103,7 @@ class PartSkippedError(UnforeseenLossError):
 
 
 class WholeTermsError(UnforeseenLossError):
-    """The whole batch's loss has terms, or divisors, that those of its micro-batches have not."""
+    """The whole batch's loss has terms, or divisors, that those of its micro-batches do not have."""
 
 
 class VaryingFactorError(UnforeseenLossError):

@@ -45,6 +45,7 @@ class LoneCounts:
 
     Attributes:
         unproven: terms taken for sums after looks at two micro-batches, without one at the whole batch.
+        vague: terms of which micro-batches are taken for such that count nothing, and may count up to half of a clamp.
     """
 
     counts: list[tuple[float, ...]]
@@ -58,6 +59,7 @@ class LoneCounts:
     why: str = "on another rank"
     numbers: list[tuple[float, ...]] = field(default_factory=list)
     unproven: set[int] = field(default_factory=set)
+    vague: set[int] = field(default_factory=set)
     _told: dict[Look, Sequence[float]] = field(default_factory=dict)
     _doubted: dict[Look, frozenset[int]] = field(default_factory=dict)
     _numbers: dict[Look, Sequence[float]] = field(default_factory=dict)
@@ -156,8 +158,14 @@ class LoneCounts:
 
     def _twice(self, index: int, part: int) -> float:
         """A micro-batch's count: half of its divisor when doubled; nothing if that is no more than alone."""
-        twice = self._told[part, part][index]
-        return twice / 2 if abs(twice) > (1 + _SAME) * abs(self.counts[part][index]) else 0.0
+        twice, alone = self._told[part, part][index], self.counts[part][index]
+        if abs(twice) > (1 + _SAME) * abs(alone):
+            return twice / 2
+        counts = [own[index] for own in self.counts]
+        # Of whole numbers, only nothing is clamped at 1 if doubled.
+        if abs(alone) > 1 + _SAME or any(count % 1 for count in counts):
+            self.vague.add(index)
+        return 0.0
 
     def _looks_within(self, index: int) -> list[Look]:
         if index in self.whole or (self.runs_whole and index in self.sums | self.doubted):
