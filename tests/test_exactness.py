@@ -329,6 +329,12 @@ def test_batches_whose_rows_do_nothing_to_each_other_may_be_split(
     assert cell.verdict.split == (outcome == EQUAL)
 
 
+def test_adapters_of_a_router_are_asked_what_they_choose() -> None:
+    """In the first batch they choose one expert for every row, and the net without them does not."""
+    (cell,) = exactness.cells_of(BY_NAME["router"], 104, "lora", [1])
+    assert (cell.verdict.outcome, cell.verdict.split) == (EQUAL, True), exactness.told(cell, 1)
+
+
 # Each was once refused or wrong, by one example of its family.
 SERVED = [
     ("own_autocast", 202, "float32", 3),
@@ -361,12 +367,14 @@ def test_a_parameter_whose_gradient_is_rounding_tells_nothing() -> None:
     assert verdict_of(case, 12, "float64", Disturbed()).outcome == DIFFERENT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "seed", "dtype", "size"), FOUND)
 def test_what_was_found_is_not_different(name: str, seed: int, dtype: str, size: int | str) -> None:
     (cell,) = exactness.cells_of(BY_NAME[name], seed, dtype, [size])
     assert cell.verdict.outcome != DIFFERENT, exactness.told(cell, seed // 100)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("drawn", "name", "seed", "dtype", "size"), FOUND_DRAWN)
 def test_what_was_drawn_and_found_is_equal(drawn: int, name: str, seed: int, dtype: str, size: int) -> None:
     case = next(case for case in drawn_cases(drawn, 70) if case.name == name)
