@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.prediction.fake_results import results_of
 
 _HOST = torch.device("cpu")
 
@@ -27,6 +28,12 @@ class Fakes:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._storages: dict[int, tuple[Any, torch.UntypedStorage]] = {}
+
+    @contextmanager
+    def opened(self, kind: Hashable) -> Iterator[None]:
+        """Operators in the context take fake tensors; what they return is kept for this kind of simulation."""
+        with results_of(kind), self.mode:
+            yield
 
     def twin(self, real: Tensor) -> Tensor:
         """The fake tensor for a real one, or for one on the meta device; a fake one is its own twin."""

@@ -74,7 +74,7 @@ class Simulation(AnatomyMeter):
                 stack.enter_context(as_on_cuda(prefers_cudnn=self._device.prefers_cudnn))
                 stack.enter_context(self._device_steps).enter_context(steps_as_on_cuda())
                 stack.enter_context(offloads(self.host, self, self.values.assumed))
-            stack.enter_context(self.fakes.mode)
+            stack.enter_context(self.fakes.opened((type(self), self._device and self._device.prefers_cudnn)))
             stack.enter_context(self._owners)
             for handle in self._hooks():
                 stack.callback(handle.remove)
@@ -268,8 +268,8 @@ class Simulation(AnatomyMeter):
             torch.get_rng_state = torch.random.get_rng_state = plain
 
     def _mark_gradients(self) -> None:
-        found = (parameter.grad for parameters in self._parameters for parameter in parameters())
-        self.track((gradient for gradient in found if gradient is not None), "gradients")
+        every = (parameter.grad for parameters in self._parameters for parameter in parameters())
+        self.track(filter(torch.is_tensor, every), "gradients")
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):

@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memkit.optim.accumulation import ignoring_accumulation
 from lightning_memkit.plugins.asked import splits_batches
-from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
+from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
+from lightning_memkit.prediction.fake_results import contained_simulation
 from lightning_memkit.utilities.patching import take_off_replacements
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def predict_apart(trainer: Trainer, work: Callable[[GivenRun], T], *, timeout_s:
         Exception: what `work` raises; without a fork also what copying the module raises.
     """
     try:
-        return contained(lambda: work(_in_fork(trainer)), timeout_s=timeout_s)
+        return contained_simulation(lambda: work(_in_fork(trainer)), timeout_s=timeout_s)
     except RuntimeError as error:
         if NO_AUTOGRAD_IN_FORKS not in str(error):
             raise

@@ -28,8 +28,9 @@ from lightning_memkit.data.batching.random_numbers import GlobalNumbers
 from lightning_memkit.plugins.asked import budgets_among, says
 from lightning_memkit.plugins.planning._predicted_ranks import many_ranks
 from lightning_memkit.plugins.planning._sharded_prediction import ddp_in_buckets
-from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
+from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
 from lightning_memkit.prediction.devices import Device, device_named
+from lightning_memkit.prediction.fake_results import contained_simulation
 from lightning_memkit.prediction.pretrained import without_reading_weights
 from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.refusals import check_batch, explained
@@ -148,7 +149,7 @@ def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], ti
     if not hasattr(os, "fork"):
         return here()
     try:
-        return contained(in_fork, timeout_s=timeout_s)
+        return contained_simulation(in_fork, timeout_s=timeout_s)
     except RuntimeError as error:
         if NO_AUTOGRAD_IN_FORKS not in str(error):
             raise
