@@ -33,11 +33,6 @@ def _is_known(kind: type) -> bool:
     return known and issubclass(kind, Iterator) and not issubclass(kind, IOBase)
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator to be made rewindable: Python's own, a generator, or a loader's."""
-    return isinstance(value, Rewindable) or _is_known(type(value))
-
-
 @lru_cache(maxsize=4096)
 def _may_draw(kind: type) -> bool:
     """Whether a value of this class may be an iterator, a method of one, or a tuple that holds one."""
