@@ -87,6 +87,7 @@ def fit(size: Any, hook: Hook | None, *, steps: bool = True, **trainer_options: 
     return net
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:accumulate_grad_batches=2 weighs its batches equally")
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 @pytest.mark.parametrize("hook", [halve, clamp, exchange, count])

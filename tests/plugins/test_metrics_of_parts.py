@@ -123,6 +123,7 @@ def test_so_are_those_of_few_bits(name: str) -> None:
     assert not warned
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["logged", "returned"])
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize("name", NOT_JOINED)

@@ -456,6 +456,7 @@ UNSPLIT: dict[str, tuple[Loss, Callable[[Classifier], None] | None, str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", UNSPLIT)
 def test_what_micro_batches_would_change_is_not_split(case: str) -> None:
     loss, prepare, words = UNSPLIT[case]
@@ -463,6 +464,7 @@ def test_what_micro_batches_would_change_is_not_split(case: str) -> None:
         run(loss, prepare, size=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", UNSPLIT)
 def test_what_micro_batches_would_change_is_left_whole_and_bitwise(case: str) -> None:
     loss, prepare, _ = UNSPLIT[case]

@@ -72,6 +72,7 @@ def weights_after(
     return torch.cat([parameter.detach().cpu().float().flatten() for parameter in module.parameters()])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*(overfit|anomal|barebones|Anomaly)")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", PLAIN)
@@ -84,6 +85,7 @@ def test_a_plugin_trains_as_plain_lightning_under_an_option(name, option, tmp_pa
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*(overfit|anomal|barebones|Anomaly)")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", sorted(OFFLOADING))
