@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, _DispatchCacheKey
 
 from lightning_memkit.prediction.contained import contained
 
@@ -83,9 +83,8 @@ def _can_be_sent(entry: Any) -> bool:
 
 def _received(sent: bytes) -> dict[Hashable, Found]:
     """Keys are made anew, since those of the fork know the addresses of its operators."""
-    key_of: Any = getattr(torch._subclasses.fake_tensor, "_DispatchCacheKey")  # noqa: B009
     return {
-        simulation: {key_of(key): value for key, value in entries}
+        simulation: {_DispatchCacheKey(key): value for key, value in entries}
         for simulation, entries in _Unpickler(io.BytesIO(sent)).load().items()
     }
 
