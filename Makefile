@@ -13,9 +13,7 @@ ROOMS := $(sort $(notdir $(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.
 ROOM :=
 K :=
 # Files in order on each worker: tests that fork go before those that use an accelerator. One thread each: OpenMP spins.
-# A worker more than there are cores, up to four: tests wait for ranks, forks and files.
-WORKERS = $$($(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test lint types docs unit room slow clean
 

@@ -85,17 +85,17 @@ def _received(sent: bytes) -> dict[Hashable, Found]:
     """Keys are made anew, since those of the fork know the addresses of its operators."""
     return {
         simulation: {_DispatchCacheKey(key): value for key, value in entries}
-        for simulation, entries in _Unpickler(io.BytesIO(sent)).load().items()
+        for simulation, entries in _OperatorsFound(io.BytesIO(sent)).load().items()
     }
 
 
 def _pickled(item: Any) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(item)
+    _OperatorsByName(buffer, pickle.HIGHEST_PROTOCOL).dump(item)
     return buffer.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _OperatorsByName(pickle.Pickler):
     """Sends operators by their names."""
 
     def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
@@ -105,7 +105,7 @@ class _Pickler(pickle.Pickler):
         return namespace, name, obj._overloadname
 
 
-class _Unpickler(pickle.Unpickler):
+class _OperatorsFound(pickle.Unpickler):
     """Finds operators by their names."""
 
     def persistent_load(self, pid: tuple[str, str, str]) -> Any:

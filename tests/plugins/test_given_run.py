@@ -79,8 +79,10 @@ def test_the_report_predicts_the_same_without_forks(recipe: str, monkeypatch: py
         return report.report.predicted, weights(module)
 
     forked, trained_beside = told()
-    monkeypatch.setattr(_given_run, "contained", no_forks_for_autograd)
-    monkeypatch.setattr("lightning_memkit.plugins.planning.prediction.contained", no_forks_for_autograd)
+    monkeypatch.setattr(_given_run, "contained_simulation", no_forks_for_autograd)
+    monkeypatch.setattr(
+        "lightning_memkit.plugins.planning.prediction.contained_simulation", no_forks_for_autograd
+    )
     here, again = told()
     assert here == forked
     assert here.what == ""
@@ -99,8 +101,10 @@ def test_a_budget_forecasts_the_same_without_forks(monkeypatch: pytest.MonkeyPat
         return budget.predicted_peaks, weights(module)
 
     forked, trained_beside = told()
-    monkeypatch.setattr(_given_run, "contained", no_forks_for_autograd)
-    monkeypatch.setattr("lightning_memkit.plugins.planning.prediction.contained", no_forks_for_autograd)
+    monkeypatch.setattr(_given_run, "contained_simulation", no_forks_for_autograd)
+    monkeypatch.setattr(
+        "lightning_memkit.plugins.planning.prediction.contained_simulation", no_forks_for_autograd
+    )
     here, again = told()
     assert here == forked != {}
     assert torch.equal(again, trained_beside)
@@ -144,7 +148,7 @@ def test_other_errors_of_a_fork_are_not_tried_again(monkeypatch: pytest.MonkeyPa
     def fail(work: Any, *, timeout_s: float) -> Any:
         raise RuntimeError("the step's own")
 
-    monkeypatch.setattr(_given_run, "contained", fail)
+    monkeypatch.setattr(_given_run, "contained_simulation", fail)
     monkeypatch.setattr(_given_run, "_beside", pytest.fail)
     report = MemoryReport(live=False, watched_steps=0, predict=True)
     fitted("plain", report)

@@ -119,7 +119,7 @@ def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no forks\nhere")
 
-    monkeypatch.setattr(_given_run, "contained", fail)
+    monkeypatch.setattr(_given_run, "contained_simulation", fail)
     module, found = run(predict=True, advise=True)
     assert found.predicted == PredictedStep(what="not predicted: no forks")
     assert found.advice == ()
@@ -130,7 +130,7 @@ def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(
 
 
 def test_nothing_is_predicted_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_given_run, "contained", pytest.fail)
+    monkeypatch.setattr(_given_run, "contained_simulation", pytest.fail)
     _, found = run()
     assert found.predicted is None
 
