@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.__main__ import main_of
-from benchmarks._exactness_by_hand import ADDS_IN_FLOAT32, train_by_hand
+from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import RUNS, class_weight_runs
 from benchmarks._exactness_generator import cases_of
 from benchmarks._exactness_judge import (
@@ -159,9 +159,9 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
 def _parts_add_up(case: Case, seed: int, dtype: str, size: Any, ours: Trace) -> bool:
     """Whether parts of the batches that were split do add up, in float64, though rows of others act on each other.
 
-    Adapters have a router choose otherwise than the net without them does, so their own net is asked, too.
+    With rounded weights or adapters a router may choose otherwise than in float32: the cell's own net is asked, too.
     """
-    for kind in dict.fromkeys(("float32", dtype if dtype in ADDS_IN_FLOAT32 else "float32")):
+    for kind in dict.fromkeys(("float32", dtype)):
         if any(train_by_hand(case, seed, kind, rows, ours.split_at) is not None for rows in (4, 2, 1)):
             return True
     wide = "float64"  # where each term has a weight of its own

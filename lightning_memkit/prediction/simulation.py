@@ -268,8 +268,8 @@ class Simulation(AnatomyMeter):
             torch.get_rng_state = torch.random.get_rng_state = plain
 
     def _mark_gradients(self) -> None:
-        every = (parameter.grad for parameters in self._parameters for parameter in parameters())
-        self.track(filter(torch.is_tensor, every), "gradients")
+        found = (parameter.grad for parameters in self._parameters for parameter in parameters())
+        self.track((gradient for gradient in found if gradient is not None), "gradients")
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
