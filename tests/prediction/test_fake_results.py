@@ -1,6 +1,7 @@
 """Fake results that one prediction found are known to the next, and change nothing else."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +65,9 @@ def test_without_a_fork_torchs_operators_alone_are_kept():
 
     key = next(iter(FakeTensorMode.cache), None) or _a_key()
     with Simulation():
-        FakeTensorMode.cache[type(key)((Subgraph, 1))] = "of an object that may end"
-        FakeTensorMode.cache["a key of another torch"] = "unknown"  # pyright: ignore[reportArgumentType]
+        cache: Any = FakeTensorMode.cache
+        cache[type(key)((Subgraph, 1))] = "of an object that may end"
+        cache["a key of another torch"] = "unknown"
         torch.empty(3).add(1)
     ((kept),) = fake_results._kept.values()
     assert {key.key[0].namespace for key in kept} == {"aten"}
