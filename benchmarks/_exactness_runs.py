@@ -4,6 +4,7 @@ import copy
 import logging
 import traceback
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,12 +71,24 @@ class Trace:
 
 
 class Recorder(Callback):
-    """Notes a run into a trace; reads only."""
+    """Notes a run into a trace; reads only.
+
+    Args:
+        trace: its caller keeps it. It holds the weights of all batches, and what a callback owns is in every
+            snapshot before a comparison.
+    """
 
     sees_micro_batches = True
 
     def __init__(self, trace: Trace) -> None:
-        self.trace, self._rows = trace, 0
+        self._trace, self._rows = weakref.ref(trace), 0
+
+    @property
+    def trace(self) -> Trace:
+        """The run's."""
+        trace = self._trace()
+        assert trace is not None
+        return trace
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The weights before the first step."""
