@@ -54,7 +54,7 @@ room: $(FOR_TEST)
 	$(PYTEST) -m "not slow" tests/$(ROOM) $(if $(K),-k "$(K)")
 
 slow: $(FOR_TEST)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache

@@ -214,6 +214,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 POLICIES = [*SAMPLE, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SWEEP)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings(

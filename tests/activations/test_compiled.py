@@ -159,6 +159,7 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[float, float]]:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_measuring_changes_no_bit_of_the_training(
     case: str, compiled: list[float], always_asked: list[dict[float, float]]

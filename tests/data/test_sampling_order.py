@@ -73,6 +73,7 @@ def made(kind, options, is_given):
     return kind(generator, options), generator
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_given", [False, True], ids=["global", "generator"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", MADE_WITH)

@@ -65,6 +65,7 @@ def test_weights_gradients_and_states_are_on_the_host_too(found):
         assert on_the_host["between"] < 0.05 * on_the_device["between"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("on_the_host", [False, True])
 def test_a_rank_takes_what_was_predicted(found, on_the_host, offloads):

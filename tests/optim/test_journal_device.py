@@ -44,6 +44,7 @@ def training(
     return run
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
 @pytest.mark.parametrize("offload", [False, True], ids=["at home", "offloaded"])
 @pytest.mark.parametrize("compensation", [PLAIN, EXACT, COMPACT], ids=["plain", "exact", "kahan"])

@@ -46,6 +46,7 @@ def norm_ratio_under_decay(mode: str | None, start: torch.Tensor) -> float:
     return (trained.double().norm() / before).item()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "expected", "tolerance"),
     [

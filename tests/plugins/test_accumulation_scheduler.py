@@ -53,7 +53,7 @@ def fit(scheduler: str, *callbacks: Any, dtype: torch.dtype, **options: Any) -> 
     return module, fitted.global_step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("size", ["auto", 3])
 def test_a_scheduler_of_accumulation_trains_as_without(scheduler: str, size: Any) -> None:

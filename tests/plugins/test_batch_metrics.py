@@ -97,6 +97,7 @@ def fit(metric: Any, size: Any, calls: int = 1) -> tuple[list[dict[str, Tensor]]
     return seen, module
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:Metric `Own` will save all targets")
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 @pytest.mark.parametrize("name", METRICS)

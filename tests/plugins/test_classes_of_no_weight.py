@@ -65,7 +65,7 @@ def fitted(loss: Loss, size: Any) -> tuple[Tensor, list[float]]:
     return weights(net), net.losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_micro_batches_of_that_class_alone_count_nothing_and_spoil_nothing(loss: Loss, size: Any) -> None:

@@ -120,7 +120,7 @@ def fitted(
     return weights(toy), toy.losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("missing", [0.6, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -130,7 +130,7 @@ def test_each_column_is_weighed_by_its_own_count(loss: Loss, size: int, missing:
     torch.testing.assert_close(torch.tensor(logged), torch.tensor(expected), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", ["summed", "means, clamped near zero", "learned", "one by one"])
 def test_a_batch_may_lack_a_task(loss: str, size: int) -> None:

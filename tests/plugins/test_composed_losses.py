@@ -148,6 +148,7 @@ def run(tree: Tree, *callbacks: MemoryBudget) -> Composed:
     return fitted  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "seed", [*range(SEEDS), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS, 150))]
 )

@@ -28,7 +28,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_fault_at_a_sample_of_the_points_leaves_no_trace(model: str, optimizer: str) -> None:
@@ -48,6 +48,7 @@ def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(mode
     assert tally.equal == tally.points == 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("model", IN_CHUNKS)
 def test_a_fault_leaves_no_trace_where_modules_run_in_chunks(model: str, step: int) -> None:

@@ -75,6 +75,7 @@ ROWWISE: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("name", FIRST)
 def test_those_that_are_returned_are_named(name: str, size: int) -> None:

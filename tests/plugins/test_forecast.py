@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_predicted_size_is_verified_by_one_trial(predicting, monkeypatch, case):
     callbacks, options = CASES[case]

@@ -72,7 +72,7 @@ def fit(kinds: str, size: Any, *, own: bool, ignored: bool) -> Tensor:
     return weights(module)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:.*lists")
 @pytest.mark.parametrize("own", [False, True], ids=["observed", "compared"])
 @pytest.mark.parametrize("size", [1, 3, "auto"])

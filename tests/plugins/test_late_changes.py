@@ -138,6 +138,7 @@ def builds_a_mask(net: Any, batch: dict[str, Tensor]) -> Tensor:
     return net.loss(batch if net.mask is None else {**batch, "x": batch["x"] * net.mask})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     "step", [counts, lists_its_loss, changes_its_phase, sets_what_is_there, builds_a_mask]
@@ -233,6 +234,7 @@ def test_late_state_that_does_not_compose_is_refused_before_it_does_harm(step: S
     assert np.array_equal(seen[0].scores, kept[LATE]["scores"])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("step", "kind"), [*((step, Net) for step in (counts, *CHANGES)), (averages_unfrozen, Unfrozen)]
 )

@@ -68,7 +68,7 @@ def fitted(
     return weights(toy)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=["int", "float"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -99,7 +99,7 @@ LATE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("loss", LATE.values(), ids=LATE)
 def test_a_divisor_that_was_clamped_in_all_batches_before_is_looked_up_where_there_is_more_to_count(

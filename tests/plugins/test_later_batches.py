@@ -190,6 +190,7 @@ def padded(batch: Batch, generator: torch.Generator) -> None:
     batch["tokens"][torch.arange(20) >= lengths] = -100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "later"),
     [
@@ -238,6 +239,7 @@ def plainly_weighed(module: Net, batch: Batch) -> Tensor:
     return functional.cross_entropy(module.net(batch["x"]), batch["y"], weight=torch.ones(4).double())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("first", "then"),
     [

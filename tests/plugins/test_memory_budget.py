@@ -30,6 +30,7 @@ def difference(a: nn.Module, b: nn.Module) -> float:
 # Exactness against the unsplit batch
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("micro_batch_size", [1, 3, "auto"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_twenty_steps_in_parts_are_the_unsplit_batch_s(dtype: torch.dtype, micro_batch_size: Any) -> None:
@@ -325,6 +326,7 @@ def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
     assert probed("1MiB") == [*ones, 5, 2, 2, 2, 1, 1, 1]  # the five ran into the budget
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
 @pytest.mark.parametrize("first", ["all labels", "prompts masked"])
 def test_what_the_first_batch_can_not_tell_is_found_out_later(kind: type[TokenTagger], first: str) -> None:

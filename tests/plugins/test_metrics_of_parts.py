@@ -95,7 +95,7 @@ def run(
     return module.seen, " ".join(str(one.message) for one in caught if "'metric'" in str(one.message))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("how", ["logged", "returned"])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", JOINED)
@@ -106,6 +106,7 @@ def test_numbers_beside_the_loss_are_the_unsplit_batchs(name: str, size: int, ho
     assert not warned
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", JOINED)
 def test_so_are_those_that_few_batches_log(name: str) -> None:
     """The probe of the first batches has not seen them."""
@@ -123,7 +124,7 @@ def test_so_are_those_of_few_bits(name: str) -> None:
     assert not warned
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["logged", "returned"])
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize("name", NOT_JOINED)
@@ -133,6 +134,7 @@ def test_what_no_rule_gives_is_named(name: str, size: int, how: str) -> None:
     assert "can't be made from a batch's micro-batches" in warned
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["a mean over rows", "a mean over labels", "a sum", "the largest"])
 def test_looks_at_parts_of_a_step_that_draws_take_its_noise_away(name: str) -> None:
     """Whole and parts drop other activations: compared as they are, a number would fit no rule, or a wrong one."""

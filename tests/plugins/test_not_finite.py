@@ -48,6 +48,7 @@ def ended(overflows: Any, at: int, *callbacks: Any, **options: Any) -> tuple[Ten
     return weights(module), module.skipped
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("name", OVERFLOWS)
 def test_it_is_skipped_as_without_a_budget_and_training_goes_on(name: str, at: int) -> None:

@@ -72,6 +72,7 @@ ONCE: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("draw", ONCE.values(), ids=ONCE)
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_micro_batch_draws_what_its_batch_would(draw: Any, size: int) -> None:

@@ -109,6 +109,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("then", "layout"), CHANGES)
 def test_steps_are_those_of_the_uninterrupted_run_on_any_number_of_ranks(then: int, layout: str) -> None:
     whole, behind = run(then, layout)

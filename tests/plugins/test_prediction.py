@@ -130,7 +130,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_peak_is_that_of_a_run(options):
     predicted = predict_memory(Language(), batch(), trainer=options())

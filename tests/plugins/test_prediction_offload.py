@@ -142,7 +142,7 @@ def _runs():
             yield pytest.param(case, rows, marks=() if rows == quick else pytest.mark.slow)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("case", "rows"), list(_runs()))
 def test_the_peak_is_that_of_a_run(case, rows):
@@ -153,7 +153,7 @@ def test_the_peak_is_that_of_a_run(case, rows):
     assert (pinned > 0) == ("states" in case or "activations" in case or case == "all")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("compensation", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize("callbacks", [[], [states]], ids=["plain", "states"])

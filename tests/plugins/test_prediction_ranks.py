@@ -44,6 +44,7 @@ def measured_at_once(cases: tuple[Case, ...]) -> dict[Case, Measured]:
     return dict(zip(cases, measured(list(cases)), strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_two_ranks_take_what_was_predicted(case):
     assert predict(case) == pytest.approx(measured_at_once(tuple(FAST))[case].most, rel=TOLERANCE)

@@ -124,7 +124,7 @@ def rows(every: int, first: int = 1) -> DataLoader:
     return DataLoader(data, batch_size=ROWS)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("every", [1, 4], ids=["all rows", "few rows"])
 @pytest.mark.parametrize("case", CASES)

@@ -69,7 +69,7 @@ RARE: dict[str, Sequence[int]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("rare", RARE.values(), ids=RARE)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", [Words, Bonus])

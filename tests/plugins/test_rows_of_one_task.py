@@ -79,7 +79,7 @@ def fitted(loss: Loss, size: int | None, batches: Sequence[Sequence[int]]) -> tu
     return weights(toy), toy.losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

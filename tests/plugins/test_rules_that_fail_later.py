@@ -89,6 +89,7 @@ SHARED: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("size", [1, 3])
 def test_terms_that_share_their_rows_are_weighed_and_reported_one_by_one(step: Any, size: int) -> None:
@@ -199,6 +200,7 @@ def by_image_over_all(module: Net, batch: Batch, losses: Tensor) -> Any:
     return {"loss": sum(kept) / len(losses) if kept else losses.sum() * 0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [positives, by_image, by_image_over_all])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_term_that_a_micro_batch_lacks_counts_nothing_in_it(step: Any, size: int) -> None:

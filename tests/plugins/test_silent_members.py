@@ -187,7 +187,7 @@ def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Te
     return torch.stack(means).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", [with_lasso, with_orthogonality, with_spectral_hinge])
 def test_penalties_on_weights_that_are_no_sums_are_the_batch_s(loss: Loss, size: int) -> None:
@@ -243,7 +243,7 @@ def with_number(module: Classifier) -> None:
     module.notes = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LEARNED)
 def test_learned_weights_of_tasks_get_the_batch_s_gradients(loss: Loss, size: int) -> None:
@@ -276,7 +276,7 @@ def over_mask(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> T
     return (scores.square().sum(1) * counts).sum() / counts.sum()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("task", [positives, over_mask])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", VECTORS)
@@ -304,7 +304,7 @@ OF_ROWS: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_what_bends_each_row_s_own_loss_bends_no_batch_s(name: str, size: int) -> None:
@@ -348,7 +348,7 @@ def by_epsilon(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> 
     return 0.7 * (each * counts).sum() / (counts.sum() + 1e-6) + scores.square().mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", [by_positives, by_group, by_group_and_number, by_epsilon])
 def test_divisors_that_are_kept_from_being_zero_are_the_batch_s(loss: Loss, size: int) -> None:

@@ -150,6 +150,7 @@ class CountsInAHook(Net):
             parameter.grad.div_(self.weight.n)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Counts, Holds, Sets, Averages, Assigns, CountsInAHook])
 def test_attributes_of_tensors_end_as_without_the_trials_and_retries(kind: type[Net]) -> None:
     plain = fit(kind)

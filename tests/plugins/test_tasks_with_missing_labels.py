@@ -78,7 +78,7 @@ MISSING: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("missing", MISSING.values(), ids=MISSING)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

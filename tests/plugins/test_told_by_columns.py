@@ -122,6 +122,7 @@ def fitted(loss: Loss, data: list[Batch], *callbacks: Any) -> Columns:
     return toy
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_what_a_column_counts_takes_no_forward(loss: Loss) -> None:
     """Each batch took a forward of every micro-batch for ever, and twice as many where divisors are clamped."""

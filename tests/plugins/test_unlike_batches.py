@@ -89,6 +89,7 @@ def masked_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (losses * mask).sum() / mask.sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("loss", "make"), [(aux_loss, with_aux), (masked_loss, with_mask)])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_tensor_that_only_some_batches_have_is_known_by_its_name(loss: Any, make: Any, size: int) -> None:

@@ -89,6 +89,7 @@ def unweighted(net: Net, batch: Batch, losses: Tensor) -> Any:
     return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [by_group, mean_beside_a_sum, sum_beside_a_mean, worst, unweighted])
 def test_what_equals_the_loss_of_each_single_row_is_not_taken_for_the_batch_s(step: Step) -> None:
     whole, of_epoch, _ = fitted(step, None)

@@ -79,6 +79,7 @@ def test_contrastive(rows: int) -> None:
     assert predicted == pytest.approx(measured(Contrastive(rows), batch), rel=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [None, "full"])
 @pytest.mark.parametrize("tokens", [90, 500])
 def test_long_row(tokens: int, policy: str | None) -> None:

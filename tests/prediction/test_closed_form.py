@@ -231,6 +231,7 @@ IDS = torch.zeros(2, 512, dtype=torch.int64)
 BLOCKS: Any = {"layers": 8, "hidden": 256, "heads": 4, "length": 512, "rows": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_blocks_keep_what_the_formula_says(flash, dropout):

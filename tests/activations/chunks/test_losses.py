@@ -13,6 +13,7 @@ def in_chunks(rows: int, net: Pair) -> None:
         checkpoint_chunks(module, rows=rows)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_loss_trains_as_without_chunks(name: str, rows: int) -> None:
