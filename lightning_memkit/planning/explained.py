@@ -7,7 +7,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from lightning_memkit.planning.placed import Placement, chunked_head, gathered
-from lightning_memkit.planning.problem import Row
+from lightning_memkit.planning.problem import ChunkLimits, Row
 from lightning_memkit.prediction.by_hand import (
     Blocks,
     ParameterCounts,
@@ -85,10 +85,9 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[st
         notes.append(
             "No shapes of blocks are known (no transformers config): activations are predicted only."
         )
-    elif row.chunk_tokens is not None:
-        notes.append(
-            f"By hand without chunks of {row.chunk_tokens} tokens: activations are less as predicted."
-        )
+    elif row.chunks != ChunkLimits():
+        limits = str(row.chunks).removeprefix(", ")
+        notes.append(f"By hand without {limits}: activations are less as predicted.")
     return "\n".join([str(by_hand), "", str(by_hand.beside(prediction)), *notes])
 
 

@@ -21,13 +21,14 @@ def long_rows(rows: Sequence[Row], problem: Problem) -> list[Row]:
         row
         for row in rows
         # A step within backward has no MemoryBudget.
-        if row.micro_batch_size == least and row.prediction is not None and not row.family.is_released
+        if least in (row.micro_batch_size, row.chunks.rows) and row.prediction is not None
+        if not row.family.is_released
         if problem.floor(row.family) <= problem.usable_bytes
     ]
     found: list[Row] = []
     for row in sorted(tried, key=lambda one: one.taken_bytes)[:_MOST_TRIED]:
         try:
-            fitting = _largest_fitting(row, problem)
+            fitting = _largest_fitting(row, least, problem)
         except UnavailableError:  # no module takes tokens one by one
             return []
         if fitting is None:  # nor will what takes more
@@ -36,11 +37,11 @@ def long_rows(rows: Sequence[Row], problem: Problem) -> list[Row]:
     return found
 
 
-def _largest_fitting(row: Row, problem: Problem) -> Row | None:
+def _largest_fitting(row: Row, least: int, problem: Problem) -> Row | None:
     """From large chunks to small ones, each of which is predicted; no further where they hardly take less."""
     taken = row.taken_bytes
     for tokens in reversed(chunk_sizes(problem.tokens) if problem.tokens > 1 else ()):
-        found = problem.row(row.family, row.micro_batch_size, tokens)
+        found = problem.row(row.family, least, tokens)
         if found.fits:
             return found
         if found.taken_bytes > _HARDLY_LESS * taken:

@@ -126,9 +126,7 @@ class Plan:
         fastest = min((row.seconds for row in self.fitting), default=1.0) or 1.0
         table = [("", "configuration", "micro-batch", "takes", "step", "changes")]
         for number, row in enumerate(self.fitting, 1):
-            size = f"{row.micro_batch_size} x {row.parts}"
-            if row.chunk_tokens is not None:
-                size += f", chunks of {row.chunk_tokens} tokens"
+            size = f"{row.micro_batch_size} x {row.parts}{row.chunks}"
             table.append(
                 (
                     str(number),

@@ -1,7 +1,7 @@
 """The search problem, and its configurations: whether one fits, and how long its step takes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
@@ -24,6 +24,23 @@ class UnavailableError(ValueError):
         return self.reason
 
 
+@dataclass(frozen=True)
+class ChunkLimits:
+    """How much of a batch a module in chunks takes at a time.
+
+    Attributes:
+        rows: at most so many, in modules whose rows are independent; None for all.
+        tokens: at most so many of each row, in modules that take tokens one by one; None for all.
+    """
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        sizes = {"rows": self.rows, "tokens": self.tokens}
+        return "".join(f", chunks of {size} {name}" for name, size in sizes.items() if size is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A configuration of a plan, or the reason why it was rejected.
@@ -31,7 +48,7 @@ class Row:
     Attributes:
         family: its choices.
         micro_batch_size: rows of a micro-batch; 0 if nothing was predicted.
-        chunk_tokens: the tokens of a chunk, where modules that take tokens one by one run in chunks; else None.
+        chunks: of modules that run in chunks; no limits where none does.
         parts: micro-batches in a loader batch.
         taken_bytes: bytes that it takes on the device; 0 if nothing was predicted.
         seconds: predicted time of an optimizer step; approximate, but comparable between rows.
@@ -44,7 +61,7 @@ class Row:
 
     family: Family
     micro_batch_size: int = 0
-    chunk_tokens: int | None = None
+    chunks: ChunkLimits = ChunkLimits()
     parts: int = 0
     taken_bytes: int = 0
     seconds: float = 0.0
@@ -53,6 +70,16 @@ class Row:
     exact: bool = True
     prediction: Prediction | None = field(default=None, repr=False, compare=False)
     failed: Exception | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """The most rows in a chunk of modules whose rows are independent; None if these run whole."""
+        return self.chunks.rows
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The most tokens in a chunk of modules that take tokens one by one; None if these run whole."""
+        return self.chunks.tokens
 
     @property
     def fits(self) -> bool:
@@ -65,11 +92,12 @@ class Problem:
     """The search problem.
 
     Attributes:
-        predict: predicts a family at a micro-batch, and with modules in chunks of tokens if these are given, too;
-            raises `UnavailableError`.
+        predict: predicts a family at a micro-batch, and with modules in chunks if their limits are given, too; raises
+            `UnavailableError`.
         floor: the least bytes that a family takes, known without a prediction.
         rows: rows of the whole batch.
         sizes: the micro-batch sizes to choose from, rising.
+        is_whole: the step gets the whole batch, and `sizes` are rows of a chunk of its modules.
         tokens: of the longest row.
         usable_bytes: the most bytes that may be taken.
         beside_bytes: what a prediction's total includes but the budget does not: a GPU's context.
@@ -83,6 +111,7 @@ class Problem:
     floor: Callable[[Family], int]
     rows: int
     sizes: Sequence[int]
+    is_whole: bool = False
     tokens: int = 1
     usable_bytes: int
     beside_bytes: int
@@ -100,27 +129,30 @@ class Problem:
         return -(-self.rows // size)
 
     def row(self, family: Family, size: int, chunk_tokens: int | None = None) -> Row:
-        """The configuration of a family, a micro-batch size, and the tokens of a chunk if modules run in chunks."""
+        """The configuration of a family, of one of its sizes, and of the tokens of a chunk where there are such."""
+        chunks = ChunkLimits(tokens=chunk_tokens)
+        if self.is_whole:
+            chunks, size = replace(chunks, rows=size if size < self.rows else None), self.rows
         try:
-            prediction = self.predict(family, size, *([] if chunk_tokens is None else [chunk_tokens]))
+            prediction = self.predict(family, size, *([] if chunks == ChunkLimits() else [chunks]))
         except UnavailableError:
             raise
         except Exception as error:  # whatever the user's step raises with these choices
             said = str(error).strip().splitlines()
             reason = f"a step fails: {type(error).__name__}: {said[0] if said else ''}"
-            return Row(family=family, micro_batch_size=size, rejected=reason, failed=error)
+            return Row(family=family, micro_batch_size=size, chunks=chunks, rejected=reason, failed=error)
         parts = self.parts(size)
         taken = round((prediction.total_bytes - self.beside_bytes) * self.residual)
         a_part, a_step = self._seconds(family, prediction)
         return Row(
             family=family,
             micro_batch_size=size,
-            chunk_tokens=chunk_tokens,
+            chunks=chunks,
             parts=parts,
             taken_bytes=taken,
             # The last micro-batch may be smaller, so scale by rows: time is nearly proportional to them.
             seconds=a_part * self.rows / size + a_step,
-            rejected="" if taken <= self.usable_bytes else _too_much(prediction, size, taken),
+            rejected="" if taken <= self.usable_bytes else _too_much(prediction, f"{size}{chunks}", taken),
             prediction=prediction,
         )
 
@@ -141,7 +173,7 @@ class Problem:
         return a_part, a_step
 
 
-def _too_much(prediction: Prediction, size: int, taken: int) -> str:
+def _too_much(prediction: Prediction, size: str, taken: int) -> str:
     """A reason that names the largest categories."""
     at_peak = sorted(prediction.anatomy.at_peak.items(), key=lambda item: -item[1])
     named = ", ".join(

@@ -155,7 +155,7 @@ def _idle(family: Family, problem: Problem, found: Sequence[Row]) -> str:
 
 
 def _needs_no_more(row: Row) -> str:
-    if row.parts == 1:
+    if row.parts == 1 and row.chunks.rows is None:
         return f"not needed: the whole batch fits with {row.family}"
     if row.gain <= _LITTLE:
         rows = f"{row.micro_batch_size} rows"

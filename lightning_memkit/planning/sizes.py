@@ -16,8 +16,10 @@ _WHOLE_BATCH = 0.8
 
 
 def best_size(family: Family, problem: Problem) -> Row:
-    """The largest micro-batch that fits, since fewer are faster; for the goal "memory" the smallest."""
+    """The largest size that fits: fewer micro-batches or chunks are faster. For the goal "memory" the smallest."""
     sizes = problem.sizes_of(family)
+    if problem.is_whole:
+        return _largest_chunk(family, problem)
     *smaller, whole = sizes
     known: dict[int, Row] = {}
 
@@ -42,6 +44,24 @@ def best_size(family: Family, problem: Problem) -> Row:
         return row(whole)
     size = max((size for size in smaller if taken(size) <= problem.usable_bytes), default=sizes[0])
     return _estimated([row(size) for size in few], size, taken(size), problem)
+
+
+def _largest_chunk(family: Family, problem: Problem) -> Row:
+    """The largest chunk that fits, or all rows at once; each is predicted, since no line leads over their number."""
+    sizes = problem.sizes_of(family)
+    best = problem.row(family, sizes[0])
+    if problem.goal == "memory" or not best.fits:
+        return best
+    fits, too_large = 0, len(sizes)
+    while too_large - fits > 1:
+        # All rows first: in one chunk they are run once.
+        tried = len(sizes) - 1 if too_large == len(sizes) else (fits + too_large) // 2
+        row = problem.row(family, sizes[tried])
+        if row.fits:
+            best, fits = row, tried
+        else:
+            too_large = tried
+    return best
 
 
 def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -> Row:

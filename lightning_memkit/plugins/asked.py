@@ -32,6 +32,7 @@ class BatchBudget(Protocol):
     micro_batch_size: Any
     effective_batch_size: int | None
     recover: bool
+    within: str
 
     @property
     def history(self) -> Sequence[PartsChange]:

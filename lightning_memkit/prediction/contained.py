@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import random
 import select
 import signal
 import sys
@@ -49,8 +50,9 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
             with warnings.catch_warnings():
                 # Python warns of forking with threads; the fork uses no locks that other threads may hold.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                parent, child = os.getpid(), os.fork()
+                parent, numbers, child = os.getpid(), random.getstate(), os.fork()
             if child == 0:
+                random.setstate(numbers)  # Python seeds it anew in a fork
                 leave_inherited(collects=collects)
                 _run(work, (receiving, sending), printed, (parent, folder))
         os.close(sending)

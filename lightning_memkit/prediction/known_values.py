@@ -50,10 +50,15 @@ class KnownValues:
 
     Args:
         convert: makes the fake twin of a real tensor.
+
+    Attributes:
+        assumed: each assumption, with the line that needed it first.
+        asked: how often a step has asked for values: read a number, or made a result of a size that they decide.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
-        self.assumed: dict[str, str] = {}  # each assumption, with the line that needed it first
+        self.assumed: dict[str, str] = {}
+        self.asked = 0
         self._convert = convert
         self._values: dict[int, tuple[Any, Tensor]] = {}  # by fake storage: the bytes of its values
 
@@ -135,6 +140,7 @@ class KnownValues:
                 self.know(fake, value)
 
     def _scalar(self, fake: Tensor) -> Any:
+        self.asked += 1
         value = self.of(fake)
         if value is not None:
             with unmetered():
@@ -150,6 +156,7 @@ class KnownValues:
 
     def _of_unknown_size(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose result's size depends on values; unknown values give the largest size."""
+        self.asked += 1
         if func is _aten.index.Tensor:
             indices = [position for index in args[1] for position in self._positions(index)]
             return func(args[0], indices)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place, unrecognised
+from lightning_memkit.prediction.few_chunks import few_chunks
 from lightning_memkit.prediction.host_memory import PredictedHostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.own_kernels import without_kernels
 from lightning_memkit.prediction.persona import as_on_cuda, steps_as_on_cuda
-from lightning_memkit.prediction.recording import noted_recording
+from lightning_memkit.prediction.recording import counted_random_states, noted_recording
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
 from lightning_memkit.prediction.workspaces import MATRIX_PRODUCTS, Workspaces
@@ -60,16 +61,17 @@ class Simulation(AnatomyMeter):
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
         self._owners = Owners()
         self._device_steps = ExitStack()
-        self._timeline, self._entered = list[int](), ExitStack()
+        self.timeline, self._entered = list[int](), ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(without_kernels(self.work))
             stack.enter_context(noted_recording(self.work))
+            stack.enter_context(few_chunks(self.work, self.values))
             stack.enter_context(casts_in_place())
             stack.enter_context(unrecognised())
             if self._device is None:
-                stack.enter_context(self._counted_random_states())
+                stack.enter_context(counted_random_states(self.track))
             else:
                 stack.enter_context(as_on_cuda(prefers_cudnn=self._device.prefers_cudnn))
                 stack.enter_context(self._device_steps).enter_context(steps_as_on_cuda())
@@ -109,7 +111,7 @@ class Simulation(AnatomyMeter):
     def _forget_setup(self) -> None:
         """Keep only allocations that are still alive."""
         self.records = [record for record in self.records if record.died is None]
-        self._timeline.clear()
+        self.timeline.clear()
         self.reset_peak()
 
     def begin_step(self, batch: Iterable[Tensor] = ()) -> None:
@@ -162,7 +164,7 @@ class Simulation(AnatomyMeter):
             modules=dict(held.most_common()),
             saved=dict(saved.most_common()),
             assumed=dict(self.values.assumed),
-            timeline=tuple(self._timeline),
+            timeline=tuple(self.timeline),
             work=self.work.work(self._parts),
             device="cpu" if device is None else device.name,
             allocated_bytes=0 if reserved is None else reserved.allocated_bytes,
@@ -216,7 +218,7 @@ class Simulation(AnatomyMeter):
         return run
 
     def _reach(self, live_bytes: int) -> None:
-        self._timeline.append(live_bytes)
+        self.timeline.append(live_bytes)
         if live_bytes > self.phase_peaks.get(self.phase, 0):
             self.phase_peaks[self.phase] = live_bytes
 
@@ -226,13 +228,15 @@ class Simulation(AnatomyMeter):
         self.origin = self._owners.current()
         if self.phase == "outside":
             return
+        # A module that runs without gradient belongs to the forward, too: chunks, and what asks about them.
+        is_forward = torch.is_grad_enabled() or bool(self.origin)
         if in_backward:
             if self.phase != "backward":
                 self.end_forward()
         elif self.phase == "backward":
             self._mark_gradients()
-            self.phase = "forward" if torch.is_grad_enabled() else "optimizer"
-        elif self.phase == "optimizer" and torch.is_grad_enabled():
+            self.phase = "forward" if is_forward else "optimizer"
+        elif self.phase == "optimizer" and is_forward:
             self.phase = "forward"
 
     def _hooks(self) -> Iterator[Any]:
@@ -250,22 +254,6 @@ class Simulation(AnatomyMeter):
 
         yield register_optimizer_step_pre_hook(before_step)
         yield register_optimizer_step_post_hook(after_step)
-
-    @contextmanager
-    def _counted_random_states(self) -> Iterator[None]:
-        """Count the CPU generator's states that activation checkpointing saves: 5 KB each."""
-        plain = torch.get_rng_state
-
-        def counted() -> Tensor:
-            state = plain()
-            self.track([state])
-            return state
-
-        torch.get_rng_state = torch.random.get_rng_state = counted
-        try:
-            yield
-        finally:
-            torch.get_rng_state = torch.random.get_rng_state = plain
 
     def _mark_gradients(self) -> None:
         found = (parameter.grad for parameters in self._parameters for parameter in parameters())

@@ -1,10 +1,12 @@
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -108,6 +110,14 @@ def test_it_ends_when_the_process_that_waits_is_killed(tmp_path):
             return
         time.sleep(0.1)
     pytest.fail("the copy goes on")
+
+
+def test_it_draws_the_numbers_that_the_original_would():
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    first, again = contained(draw), contained(draw)
+    assert first == again == draw()
 
 
 def test_it_can_be_nested():

@@ -111,6 +111,15 @@ class ChunkedCall:
         self.indices = [index for index, (_, leaf) in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self._modes = SurroundingModes(self.tensors())
 
+    def numbered(self) -> Iterator[tuple[int, Ranges]]:
+        """The chunks to run, in order, with their numbers."""
+        return iter(enumerate(self.chunks))
+
+    @property
+    def draws(self) -> bool:
+        """Whether a chunk has drawn random numbers."""
+        return bool(self._generators)
+
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
         return [self.leaves[index][1] for index in self.indices]
@@ -175,7 +184,7 @@ class ChunkedCall:
         """
         tensors = self.tensors()
         with self._modes.entered():
-            for number, chunk in enumerate(self.chunks):
+            for number, chunk in self.numbered():
                 before = Generators(self.held)
                 found = tree_leaves(self.run(self.given(chunk, tensors)))
                 joined.add(chunk, [one for one in found if isinstance(one, Tensor)])

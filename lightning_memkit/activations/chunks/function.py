@@ -49,7 +49,7 @@ class ChunkedArguments(torch.autograd.Function):
             GradientSum(shape if count else None, dtype, is_only=count == len(call.axes))
             for (shape, dtype), count in zip(ctx.kinds, splits, strict=True)
         ]
-        for number, chunk in enumerate(call.chunks):
+        for number, chunk in call.numbered():
             of_chunk = [
                 as_dense(place.narrowed(grad, chunk), grad)
                 if grad is not None and place.is_of(chunk)

@@ -126,7 +126,7 @@ class ModuleChunks:
     def _found(self, step: Step, trials: "Trials", axis: AxisName) -> tuple[list[ChunkableModule], Any]:
         """The modules, and the part of the batch on which they were found."""
         part = step.batch
-        for part in _parts(step.batch, axis):
+        for part in parts_asked(step.batch, axis):
             found: list[ChunkableModule] = []
             meets = self._run.meets_in_every_micro_batch
             asked = partial(trials.run, step, part) if meets else partial(self._run_part, step, part)
@@ -145,8 +145,8 @@ class ModuleChunks:
                 raise
 
 
-def _parts(batch: Any, axis: AxisName) -> Iterator[Any]:
-    """What the step is run on to find modules, one after the other; as many on each rank."""
+def parts_asked(batch: Any, axis: AxisName) -> Iterator[Any]:
+    """What the step is run on to find modules, one after the other until there are any; as many on each rank."""
     total = batch_size(batch)
     for rows in _ASKED[axis]:
         part = batch

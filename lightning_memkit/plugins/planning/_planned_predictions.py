@@ -14,9 +14,9 @@ from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.planning.choices import Family, PluginSpec
-from lightning_memkit.planning.problem import UnavailableError
+from lightning_memkit.planning.problem import ChunkLimits, UnavailableError
 from lightning_memkit.plugins.asked import plan_columns, splits_batches
-from lightning_memkit.plugins.planning._planned_chunks import TokenChunks
+from lightning_memkit.plugins.planning._planned_chunks import PlannedChunks
 from lightning_memkit.plugins.planning._planned_optimizer import EightBitStates
 from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.result import Prediction
@@ -38,7 +38,7 @@ class BatchParts:
 
 
 class Predictions:
-    """Predicts each family at each micro-batch size, and tokens of a chunk, once.
+    """Predicts each family at each micro-batch size, and limits of chunks, once.
 
     Args:
         module: as `plan` takes it.
@@ -51,15 +51,15 @@ class Predictions:
         self._module, self._parts, self._device = module, parts, device
         self._given = dict(given)
         self._given["callbacks"] = [one for one in listed(given.get("callbacks")) if not splits_batches(one)]
-        self._known: dict[tuple[Family, int, int | None], Prediction] = {}
+        self._known: dict[tuple[Family, int, ChunkLimits], Prediction] = {}
 
-    def __call__(self, family: Family, size: int, chunk_tokens: int | None = None) -> Prediction:
+    def __call__(self, family: Family, size: int, chunks: ChunkLimits = ChunkLimits()) -> Prediction:  # noqa: B008
         """The prediction.
 
         Raises:
             UnavailableError: a choice does not apply to the module.
         """
-        key = (family, size, chunk_tokens)
+        key = (family, size, chunks)
         if key not in self._known:
             self._known[key] = self._predicted(*key)
         return self._known[key]
@@ -69,7 +69,7 @@ class Predictions:
         options = {**self._given, "callbacks": [callback, *self._given["callbacks"]]}
         predict_memory(self._module, self._parts.first(rows), trainer=options, device=self._device)
 
-    def _predicted(self, family: Family, size: int, chunk_tokens: int | None) -> Prediction:
+    def _predicted(self, family: Family, size: int, chunks: ChunkLimits) -> Prediction:
         options, callbacks = dict(self._given), list(self._given["callbacks"])
         for choice in family.choices:
             options.update(choice.arguments)
@@ -78,8 +78,8 @@ class Predictions:
             options["plugins"] = [*listed(self._given.get("plugins")), *plugins]
         added = [_built(part) for choice in family.choices for part in choice.callbacks]
         own: list[Callback] = [EightBitStates()] if family.optimizer is not None else []
-        chunks = [] if chunk_tokens is None else [TokenChunks(chunk_tokens)]
-        options["callbacks"] = [*own, _ChoiceNeeds(added), *callbacks, *added, *chunks]
+        chunked = [] if chunks == ChunkLimits() else [PlannedChunks(chunks)]
+        options["callbacks"] = [*own, _ChoiceNeeds(added), *callbacks, *added, *chunked]
         if size < self._parts.rows:  # two are enough: from the second on gradients exist
             options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
         return predict_memory(self._module, self._parts.first(size), trainer=options, device=self._device)

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memkit.data.batching.random_numbers import GlobalNumbers
-from lightning_memkit.memory.sizing import part_sizes
+from lightning_memkit.memory.sizing import chunk_sizes, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.parts.module_chunks import row_length
@@ -24,7 +24,7 @@ from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.search import search
 from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
-from lightning_memkit.plugins.asked import budgets_among, plan_columns
+from lightning_memkit.plugins.asked import BatchBudget, budgets_among, plan_columns
 from lightning_memkit.plugins.planning._planned_optimizer import eight_bit_for
 from lightning_memkit.plugins.planning._planned_predictions import BatchParts, Predictions, listed
 from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy
@@ -56,7 +56,9 @@ def plan(
 
     Args:
         module: a LightningModule, or a function without arguments that builds one.
-        batch: what the loader will yield: the effective batch, which is split if it does not fit.
+        batch: what the loader will yield: the effective batch, which is split if it does not fit. Of a loss over the
+            whole batch (contrastive, say) give ``MemoryBudget(within="modules")`` among the Trainer's callbacks: the
+            batch stays whole then, and modules run in chunks of its rows.
         budget: a `Budget`, or its memory.
         trainer: arguments of the `Trainer` that will train.
         optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: also in 8 bits, by the
@@ -89,6 +91,7 @@ def plan(
         predict=predictions,
         rows=rows,
         sizes=sizes,
+        is_whole=any(map(_stays_whole, budgets_among(listed(given.get("callbacks"))))),
         tokens=row_length(batch),
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
@@ -207,13 +210,22 @@ def _sizes(
         return rows, (rows,), [f"The batch is taken whole: {whole}."]
     for budget in budgets_among(listed(given.get("callbacks"))):
         note = f"The MemoryBudget that was given stays: its budget is {budget.budget!r}"
+        whole = _stays_whole(budget)
+        what, sizes = "micro-batch", tuple(part_sizes(rows))
+        if whole:
+            what, sizes = "chunk of rows", tuple(sorted({1, *chunk_sizes(rows), rows}))
         if budget.micro_batch_size == "auto":
-            return rows, tuple(part_sizes(rows)), [f"{note}, its micro-batch is found by itself."]
-        return rows, (min(int(budget.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
+            return rows, sizes, [f"{note}, its {what} is found by itself."]
+        return rows, (min(int(budget.micro_batch_size), rows),), [f"{note}, its {what} kept."]
     if any(isinstance(one, _BatchNorm) for one in module.modules()):
         note = "Batch normalization takes the statistics of each micro-batch: results change with the micro-batch."
         return rows, tuple(size for size in part_sizes(rows) if size > 1 or rows == 1), [note]
     return rows, tuple(part_sizes(rows)), []
+
+
+def _stays_whole(budget: BatchBudget) -> bool:
+    """Whether the step gets whole batches, and modules run in chunks of their rows."""
+    return budget.within == "modules"
 
 
 def _releases(given: Mapping[str, Any]) -> bool:

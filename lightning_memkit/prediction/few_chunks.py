@@ -1,0 +1,49 @@
+"""Run few of many equal chunks: the others take the same memory, and the same work."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_memkit.activations.chunks.axes import Ranges
+from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.prediction.known_values import KnownValues
+from lightning_memkit.prediction.replaced import replaced
+from lightning_memkit.prediction.work import WorkLog
+
+_RUN = 3  # of a kind: sums of gradients begin with the first chunk, and are written to from the third on
+
+
+@contextmanager
+def few_chunks(work: WorkLog, values: KnownValues) -> Iterator[None]:
+    """Within the context, modules in chunks run three chunks of a size, whose work counts for all of that size.
+
+    All of them run where they need not take the same: values have a say in shapes, or Python's random numbers may.
+    """
+    plain = ChunkedCall.numbered
+
+    def numbered(call: ChunkedCall) -> Iterator[tuple[int, Ranges]]:
+        weights, asked, before = _weights(call.chunks), values.asked, work.weight
+        for number, chunk in plain(call):
+            if values.asked != asked or call.draws:
+                weights = dict.fromkeys(range(len(call.chunks)), 1)
+            if number in weights:
+                work.weight = before * weights[number]
+                try:
+                    yield number, chunk
+                finally:
+                    work.weight = before
+
+    with replaced(ChunkedCall, numbered=numbered):
+        yield
+
+
+def _weights(chunks: list[Ranges]) -> dict[int, int]:
+    """The chunks to run, by number, with how many each stands for."""
+    kinds = defaultdict[object, list[int]](list)
+    for number, chunk in enumerate(chunks):
+        kinds[tuple((begin == 0, end - begin) for begin, end in chunk)].append(number)
+    weights: dict[int, int] = {}
+    for numbers in kinds.values():
+        weights.update(dict.fromkeys(numbers[:_RUN], 1))
+        weights[numbers[:_RUN][-1]] += len(numbers[_RUN:])
+    return weights
