@@ -26,7 +26,7 @@ from lightning_memkit.planning.choices import (
     shardings,
 )
 from lightning_memkit.planning.explained import beside_prediction
-from lightning_memkit.planning.problem import Row
+from lightning_memkit.planning.problem import ChunkLimits, Row
 from lightning_memkit.prediction.devices import DEVICES
 from tests.planning.test_search import all_families
 
@@ -114,7 +114,7 @@ def test_rows_in_chunks_of_tokens_say_what_the_calculation_leaves_out():
     given = {"plugins": PureBF16Precision(), "callbacks": []}
     predicted = predict_memory(Llama, batch(), trainer=given, device=GPU)
     plain = row(predicted)
-    chunked = replace(plain, chunk_tokens=8)
+    chunked = replace(plain, chunks=ChunkLimits(tokens=8))
     without, shown = (beside_prediction(one, Llama(), batch(), given) for one in (plain, chunked))
     note = "By hand without chunks of 8 tokens: activations are less as predicted."
     assert shown == f"{without}\n{note}"
