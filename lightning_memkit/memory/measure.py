@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_memkit.memory.cublas import cublas_bytes
 from lightning_memkit.memory.limits import device_memory, host_limits, reserved_bytes
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.memory.units import format_bytes, parse_bytes, parse_fraction
 
 _LEAST_BYTES = 2**16  # no model trains in less, so the unit must be a mistake
 
@@ -134,7 +134,7 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
     """The bytes that a budget means on a device.
 
     Args:
-        budget: `"22GiB"`, a count of bytes, a fraction of the device's memory in (0, 1], or `"auto"`: all
+        budget: `"22GiB"`, a count of bytes, a fraction of the device's memory (0.9, `"90%"`), or `"auto"`: all
             that is free now, plus what this process's allocator has reserved on an accelerator. There a
             budget covers only tensors: context and other processes are outside of it, and a fraction or
             `"auto"` leaves room for them.
@@ -155,8 +155,9 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
         beside = f", of which {format_bytes(fixed)} are other processes' and this one's context"
     elif have.source not in ("", "RAM"):
         beside = f", by {have.source}"
-    if isinstance(budget, float) and budget <= 1:
-        share = int(budget * have.total_bytes) - fixed
+    fraction = parse_fraction(budget)
+    if fraction is not None:
+        share = int(fraction * have.total_bytes) - fixed
         if share < _LEAST_BYTES:
             raise ValueError(
                 f"budget={budget!r} of {device} ({format_bytes(have.total_bytes)}{beside}) leaves nothing for "
@@ -193,11 +194,11 @@ def check_budget(budget: object) -> None:
     """
     rule = (
         'a budget is a size such as "22GiB" (at least 64 KiB), a count of bytes, a fraction of the device in '
-        '(0, 1], or "auto"'
+        '(0, 1] such as 0.9 or "90%", or "auto"'
     )
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise ValueError(f"budget={budget!r} is not a budget: {rule}.")
-    if budget == "auto" or (isinstance(budget, float) and 0 < budget <= 1):
+    if budget == "auto" or parse_fraction(budget) is not None:
         return
     # YAML and command lines may give a count of bytes as a float.
     whole = int(budget) if isinstance(budget, float) and budget == int(budget) else budget

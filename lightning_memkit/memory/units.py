@@ -1,17 +1,22 @@
-"""Bytes as people write them: "22GiB", "512 MB", 1073741824."""
+"""Bytes as people write them: "22GiB", "512 MB", "24 gigabytes", 1073741824; and fractions: 0.9, "90%"."""
 
 import re
 
-_UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_PREFIXES = (("k", "kilo", "kibi"), ("m", "mega", "mebi"), ("g", "giga", "gibi"), ("t", "tera", "tebi"))
+_UNITS: dict[str, int] = dict.fromkeys(("", "b", "byte", "bytes"), 1)
+for _power, (_letter, _decimal, _binary) in enumerate(_PREFIXES, 1):
+    _UNITS |= dict.fromkeys(
+        (_letter, f"{_letter}b", f"{_decimal}byte", f"{_decimal}bytes"), 10 ** (3 * _power)
+    )
+    _UNITS |= dict.fromkeys(
+        (f"{_letter}i", f"{_letter}ib", f"{_binary}byte", f"{_binary}bytes"), 2 ** (10 * _power)
+    )
+_SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """The bytes of a size such as ``"22GiB"`` (2**30), ``"24GB"`` (10**9) or a plain count.
+    """The bytes of a size such as ``"22GiB"`` (2**30), ``"24GB"``, ``"24G"`` (10**9) or a plain count.
 
     Raises:
         ValueError: the size is negative or zero, or can't be parsed.
@@ -20,13 +25,23 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int):
         value = size
     else:
-        match = _PATTERN.fullmatch(size) if isinstance(size, str) else None
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{size!r} is not a size: {rule}.")
         value = int(float(match[1]) * _UNITS[match[2].lower()])
     if value <= 0:
         raise ValueError(f"{size!r} is not a size: {rule}.")
     return value
+
+
+def parse_fraction(share: object) -> float | None:
+    """The fraction in (0, 1] that ``0.9``, ``"0.9"`` or ``"90%"`` is; None for anything else, a count of bytes say."""
+    if isinstance(share, str):
+        match = _SHARE.fullmatch(share)
+        if match is None or not (match[2] or "." in match[1]):
+            return None
+        share = float(match[1]) / (100 if match[2] else 1)
+    return share if isinstance(share, float) and 0 < share <= 1 else None
 
 
 def format_bytes(count: float) -> str:

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from lightning_memkit.memory.measure import budget_bytes, check_budget
-from lightning_memkit.memory.units import format_bytes, parse_bytes
-from lightning_memkit.prediction.devices import Device, device_named
+from lightning_memkit.memory.units import format_bytes, parse_bytes, parse_fraction
+from lightning_memkit.prediction.devices import Device, device_named, most_like
 
 Goal = Literal["speed", "memory", "exact"]
 
@@ -17,12 +17,12 @@ class Budget:
     """The memory that a run may use, the device that provides it, and the goal of its plan.
 
     Args:
-        memory: ``"24GiB"``, a fraction of the device's memory in (0, 1], a count of bytes, or ``"auto"``: all
+        memory: ``"24GiB"``, a fraction of the device's memory (0.9, ``"90%"``), a count of bytes, or ``"auto"``: all
             that the device has (on this machine: all that is free). As everywhere in memkit it covers tensors
             and the allocator's cache of them: a GPU's context is outside of it, and limits the budget to what
             it leaves.
         device: ``"auto"``: the one that a Trainer would choose here; ``"cpu"``; the name of a GPU that need
-            not be present (``"rtx4090"``; `prediction.devices.DEVICES` lists all), or a `Device` that
+            not be present (``"rtx4090"``, ``"RTX 4090"``; `prediction.devices.DEVICES` lists all), or a `Device` that
             describes one.
         goal: ``"speed"``: the fastest that fits, whatever its rounding (the table marks what changes
             numbers); ``"memory"``: the smallest peak; ``"exact"``: the fastest of those that compute the same
@@ -64,9 +64,11 @@ class Budget:
             return budget_bytes(self.memory, torch.device("cpu"))
         if self.memory == "auto":
             return device.usable_bytes
-        if isinstance(self.memory, float) and self.memory <= 1:
-            return min(int(self.memory * device.memory_bytes), device.usable_bytes)
-        return min(parse_bytes(self.memory), device.usable_bytes)  # pyright: ignore[reportArgumentType]
+        fraction = parse_fraction(self.memory)
+        if fraction is not None:
+            return min(int(fraction * device.memory_bytes), device.usable_bytes)
+        size = int(self.memory) if isinstance(self.memory, float) else self.memory
+        return min(parse_bytes(size), device.usable_bytes)
 
     def usable_bytes(self) -> int:
         """The most that a predicted total may be: the budget less its headroom."""
@@ -82,13 +84,4 @@ def _gpu_here() -> Device | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    return device_named(_most_like(properties.name, properties.total_memory), properties.total_memory)
-
-
-def _most_like(name: str, memory_bytes: int) -> str:
-    from lightning_memkit.prediction.devices import DEVICES
-
-    plain = name.lower().replace(" ", "")
-    named = [known for known in DEVICES if known.split("-")[0] in plain]
-    near = named or list(DEVICES)
-    return min(near, key=lambda known: abs(DEVICES[known].memory_bytes - memory_bytes))
+    return most_like(properties.name, properties.total_memory)

@@ -1,12 +1,15 @@
 """Devices for which training can be predicted, described by their makers' data sheets."""
 
+import re
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from lightning_memkit.memory.cublas import WORKSPACE_BYTES, WORKSPACE_BYTES_HOPPER
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
 _MIB = 1 << 20
+_OTHER_BOARDS = re.compile(r"\b(pcie|nvl|laptop|max q|4090 d|ti|super|ada)\b")  # variants with other rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,14 @@ _AMPERE: dict[str, Any] = {
     "link_bytes_per_second": 300e9,
     "network_bytes_per_second": 50e9,
 }
+_VOLTA: dict[str, Any] = {
+    "flops_16": 125e12,
+    "flops_32": 15.7e12,
+    "bytes_per_second": 900e9,
+    "host_bytes_per_second": 12e9,
+    "link_bytes_per_second": 150e9,
+    "has_bfloat16": False,
+}
 DEVICES = {
     device.name: device
     for device in (
@@ -91,6 +102,28 @@ DEVICES = {
         Device(name="h100-80gb", memory_bytes=81_559 * _MIB, bytes_per_second=3.35e12, **_HOPPER),
         Device(name="a100-80gb", memory_bytes=81_920 * _MIB, bytes_per_second=2.039e12, **_AMPERE),
         Device(name="a100-40gb", memory_bytes=40_960 * _MIB, bytes_per_second=1.555e12, **_AMPERE),
+        Device(
+            name="l40s",
+            memory_bytes=46_068 * _MIB,
+            flops_16=362e12,
+            flops_32=91.6e12,
+            bytes_per_second=864e9,
+        ),
+        Device(
+            name="a6000",
+            memory_bytes=49_140 * _MIB,
+            flops_16=154.8e12,
+            flops_32=38.7e12,
+            bytes_per_second=768e9,
+        ),
+        Device(
+            name="rtx5090",
+            memory_bytes=32_607 * _MIB,
+            flops_16=209.5e12,
+            flops_32=104.8e12,
+            bytes_per_second=1.792e12,
+            host_bytes_per_second=50e9,
+        ),
         Device(
             name="rtx4090",
             memory_bytes=24_564 * _MIB,
@@ -106,6 +139,22 @@ DEVICES = {
             bytes_per_second=936e9,
         ),
         Device(
+            name="l4",
+            memory_bytes=23_034 * _MIB,
+            flops_16=121e12,
+            flops_32=30.3e12,
+            bytes_per_second=300e9,
+        ),
+        Device(
+            name="a10",
+            memory_bytes=23_028 * _MIB,
+            flops_16=125e12,
+            flops_32=31.2e12,
+            bytes_per_second=600e9,
+        ),
+        Device(name="v100-32gb", memory_bytes=32_510 * _MIB, **_VOLTA),
+        Device(name="v100-16gb", memory_bytes=16_160 * _MIB, **_VOLTA),
+        Device(
             name="t4",
             memory_bytes=15_360 * _MIB,
             flops_16=65e12,
@@ -120,17 +169,65 @@ DEVICES = {
 
 
 def device_named(device: "str | Device", memory: int | str | None = None) -> Device:
-    """The known device with this name, or the given `Device`; `memory` replaces its memory.
+    """The known device that a name means ("RTX 4090", "NVIDIA H100 80GB HBM3"), or the given `Device`.
+
+    Args:
+        device: the name, or the device.
+        memory: in the place of its own, as a size.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or several have it.
     """
-    if isinstance(device, str):
-        found = DEVICES.get(device.lower())
-        if found is None:
-            raise ValueError(
-                f"device={device!r} is unknown; known are {', '.join(DEVICES)}. Describe another: "
-                "Device(name=, memory_bytes=, flops_16=, flops_32=, bytes_per_second=)."
-            )
-        device = found
-    return device if memory is None else replace(device, memory_bytes=parse_bytes(memory))
+    found = device if isinstance(device, Device) else _named(device)
+    return found if memory is None else replace(found, memory_bytes=parse_bytes(memory))
+
+
+def _named(device: str) -> Device:
+    known = DEVICES.get(device.lower())
+    found = devices_meant(device) if known is None else [known]
+    if len(found) > 1:
+        names = " or ".join(one.name for one in found)
+        raise ValueError(f"device={device!r} may be {names}: write which, since their memory differs.")
+    if not found:
+        close = get_close_matches(device.lower(), DEVICES, n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(
+            f"device={device!r} is unknown; known are {', '.join(DEVICES)}{meant}. Describe another: "
+            "Device(name=, memory_bytes=, flops_16=, flops_32=, bytes_per_second=)."
+        )
+    return found[0]
+
+
+def devices_meant(words: str, *, any_board: bool = False) -> list[Device]:
+    """The known devices that a driver's or a person's words mean: "NVIDIA A100-SXM4-80GB", "A100", "4090".
+
+    Args:
+        words: the name.
+        any_board: also for variants of a chip with other rates ("H100 PCIe", "RTX 3090 Ti").
+    """
+    plain = re.sub(r"[^a-z0-9]+", " ", words.lower())
+    found = [one for known, one in DEVICES.items() if re.search(_pattern(known), plain)]
+    if not any_board and _OTHER_BOARDS.search(plain):
+        found = [one for one in found if one.name.startswith("a100")]  # whose variants have the same rates
+    said = [
+        one for one in found if re.search(rf"\b{one.name.partition('-')[2]}\b", plain.replace(" gb", "gb"))
+    ]
+    return [one for one in said if "-" in one.name] or found
+
+
+def most_like(name: str, memory_bytes: int) -> Device:
+    """The data sheet of a driver's name, or of the known device with the most similar memory; with that memory."""
+    meant = devices_meant(name, any_board=True) or DEVICES.values()
+    nearest = min(meant, key=lambda one: abs(one.memory_bytes - memory_bytes))
+    return replace(nearest, memory_bytes=memory_bytes)
+
+
+def _pattern(known: str) -> str:
+    """A pattern for other spellings: `rtx4090` matches "RTX 4090" and "4090"."""
+    name = known.partition("-")[0]
+    name = (
+        re.sub(r"^rtx", "(rtx ?)?", name)
+        if name.startswith("rtx")
+        else re.sub(r"(?<=[a-z])(?=\d\d)", " ?", name)
+    )
+    return rf"\b{name}\b"

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.memory.units import format_bytes, parse_bytes, parse_fraction
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,14 @@ from lightning_memkit.memory.units import format_bytes, parse_bytes
         ("24GB", 24 * 10**9),
         (" 512 mib ", 512 * 2**20),
         ("1.5KiB", 1536),
+        ("24G", 24 * 10**9),
+        ("24 gigabytes", 24 * 10**9),
+        ("512 Mi", 512 * 2**20),
+        ("1 gibibyte", 2**30),
+        ("24_000MiB", 24_000 * 2**20),
+        ("24e9", 24 * 10**9),
+        ("5. kb", 5000),
+        (".5GiB", 2**29),
         (7, 7),
         ("9", 9),
     ],
@@ -20,10 +28,23 @@ def test_parses_sizes_as_people_write_them(text: str | int, expected: int) -> No
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["-3GiB", "0", "22 GiBs", "much", "", -1, "1e9", None, 1.5e9])
+@pytest.mark.parametrize(
+    "text", ["-3GiB", "0", "22 GiBs", "much", "", -1, "1,5GiB", "50%", "e9", None, 1.5e9]
+)
 def test_refuses_what_is_no_size_and_shows_one(text: Any) -> None:
     with pytest.raises(ValueError, match="22GiB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.9, 0.9), ("0.9", 0.9), (".5", 0.5), ("90%", 0.9), (" 12.5 % ", 0.125), ("100%", 1.0), ("1.0", 1.0),
+        (1.5, None), ("150%", None), ("0%", None), ("1", None), (1, None), ("24GiB", None), ("%", None), (None, None),
+    ],
+)  # fmt: skip
+def test_fractions_as_people_write_them(share: Any, expected: float | None) -> None:
+    assert parse_fraction(share) == expected
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "--config", action="append", required=True, metavar="FILE.yaml", help="as for `memkit fit`"
     )
     found.add_argument(
-        "--budget", default="auto", help='such as 24GiB or 0.9; "auto": all that the device has'
+        "--budget", default="auto", help='such as 24GiB, 0.9 or 90%%; "auto": all that the device has'
     )
     found.add_argument("--device", default="auto", help=f"auto, cpu, {', '.join(DEVICES)}")
     found.add_argument("--goal", default="speed", choices=get_args(Goal), help="what to be best at")
@@ -70,7 +70,7 @@ def run(words: Sequence[str]) -> int:
     """
     options, further = parser().parse_known_args(list(words))
     try:
-        budget = Budget(_size(options.budget), options.device, options.goal, options.headroom)
+        budget = Budget(options.budget, options.device, options.goal, options.headroom)
         _check_folder(options.output)
     except ValueError as error:
         print(f"memkit: error: {error}", file=sys.stderr)
@@ -196,12 +196,3 @@ class ConfiguredRun(MemkitCLI):
 def _without_nothing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Drop null values, and the `config` key, which `memkit fit` does not accept."""
     return {name: value for name, value in config.items() if value is not None and name != "config"}
-
-
-def _size(text: str) -> str | float:
-    """The budget as a fraction or a count of bytes if it is a number; the text otherwise."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return number if number <= 1 else int(number)

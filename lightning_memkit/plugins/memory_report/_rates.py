@@ -1,6 +1,5 @@
 """The speed of training between two lines of the report."""
 
-import re
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from lightning_memkit.memory.flops import StepFlops
 from lightning_memkit.micro_batching import SplitError, batch_size
-from lightning_memkit.prediction.devices import DEVICES, Device
+from lightning_memkit.prediction.devices import Device, devices_meant
 
 _MOSTLY = 0.999  # fraction of a step's FLOPs
-_OTHER_BOARDS = re.compile(r"\b(pcie|nvl|laptop|max q|4090 d|ti|super)\b")  # variants with other rates
 
 
 class Rates:
@@ -107,17 +105,9 @@ def known_device(device: torch.device) -> Device | None:
 
 
 def named_device(name: str, memory_bytes: int) -> Device | None:
-    """The device of `DEVICES` that a driver's name means; of several, the one of the closest memory size."""
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    found = [device for known, device in DEVICES.items() if re.search(_pattern(known), words)]
-    if not found or (_OTHER_BOARDS.search(words) and not found[0].name.startswith("a100")):
-        return None
-    return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes))
-
-
-def _pattern(known: str) -> str:
-    """A pattern for a driver's spelling: `rtx4090` matches "RTX 4090"."""
-    return r"\b" + re.sub(r"(?<=[a-z])(?=\d\d)", " ?", known.split("-")[0]) + r"\b"
+    """The device that a driver's name means; of several, the one of the closest memory size."""
+    found = devices_meant(name)
+    return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
 
 
 def ideal_seconds(flops: StepFlops, device: Device | None) -> float | None:
