@@ -3,7 +3,7 @@
 import re
 
 _PREFIXES = (("k", "kilo", "kibi"), ("m", "mega", "mebi"), ("g", "giga", "gibi"), ("t", "tera", "tebi"))
-_UNITS: dict[str, int] = dict.fromkeys(("", "b", "byte", "bytes"), 1)
+_UNITS: dict[str, int] = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 for _power, (_letter, _decimal, _binary) in enumerate(_PREFIXES, 1):
     _UNITS |= dict.fromkeys(
         (_letter, f"{_letter}b", f"{_decimal}byte", f"{_decimal}bytes"), 10 ** (3 * _power)
