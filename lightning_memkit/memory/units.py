@@ -5,12 +5,10 @@ import re
 _PREFIXES = (("k", "kilo", "kibi"), ("m", "mega", "mebi"), ("g", "giga", "gibi"), ("t", "tera", "tebi"))
 _UNITS: dict[str, int] = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 for _power, (_letter, _decimal, _binary) in enumerate(_PREFIXES, 1):
-    _UNITS |= dict.fromkeys(
-        (_letter, f"{_letter}b", f"{_decimal}byte", f"{_decimal}bytes"), 10 ** (3 * _power)
-    )
-    _UNITS |= dict.fromkeys(
-        (f"{_letter}i", f"{_letter}ib", f"{_binary}byte", f"{_binary}bytes"), 2 ** (10 * _power)
-    )
+    for _name in (_letter, f"{_letter}b", f"{_decimal}byte", f"{_decimal}bytes"):
+        _UNITS[_name] = int(1000**_power)
+    for _name in (f"{_letter}i", f"{_letter}ib", f"{_binary}byte", f"{_binary}bytes"):
+        _UNITS[_name] = 1 << 10 * _power
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 _SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*")
 
