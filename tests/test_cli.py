@@ -207,6 +207,68 @@ def test_an_error_inside_a_class_is_one_line_with_its_place(memkit, capsys, key,
     assert lines[0].startswith(f"memkit: error: {printed}")
 
 
+def entry(name: str, **options: object) -> dict[str, object]:
+    return {"class_path": f"lightning_memkit.{name}", "init_args": options}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "printed"),
+    [
+        (
+            {"callbacks": [entry("PureBF16Precision")]},
+            "trainer.callbacks: lightning_memkit.PureBF16Precision is a plugin and belongs under trainer.plugins",
+        ),
+        (
+            {"callbacks": ["PureBF16Precision"]},
+            "trainer.callbacks: lightning_memkit.PureBF16Precision is a plugin and belongs under trainer.plugins",
+        ),
+        (
+            {"plugins": [entry("MemoryBudget")]},
+            "trainer.plugins: lightning_memkit.MemoryBudget is a callback and belongs under trainer.callbacks",
+        ),
+        (
+            {"plugins": [entry("ZeRO1Strategy")]},
+            "trainer.plugins: lightning_memkit.ZeRO1Strategy is a strategy and belongs under trainer.strategy",
+        ),
+        (
+            {"callbacks": [entry("MemoryBuget")]},
+            "trainer.callbacks: lightning_memkit.MemoryBuget: lightning_memkit has no MemoryBuget (did you mean "
+            "lightning_memkit.MemoryBudget?)",
+        ),
+        (
+            {"callbacks": ["MemoryBuget"]},
+            "trainer.callbacks: 'MemoryBuget' is no entry; write - class_path: lightning_memkit.MemoryBudget",
+        ),
+        (
+            {"callbacks": [entry("MemoryBudget", budget="1GiB"), entry("MemoryBudget", budget="2GiB")]},
+            "trainer.callbacks has 2 of lightning_memkit.MemoryBudget, and a run has one budget: remove all but one.",
+        ),
+        (
+            {"strategy": "memkit_fsdp"},
+            "trainer.strategy='memkit_fsdp' is no strategy (did you mean 'memkit_fsdp2'?); there are ",
+        ),
+        ({"strategy": "dpp"}, "trainer.strategy='dpp' is no strategy (did you mean 'ddp'?); there are "),
+    ],
+)
+def test_what_stands_where_it_can_not_is_told_with_its_place(memkit, capsys, trainer, printed):
+    code, model = memkit("fit", trainer=trainer)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "eed set to" not in line]
+    assert (code, model, len(lines)) == (2, None, 1)
+    assert lines[0].startswith(f"memkit: error: {printed}")
+
+
+def test_a_single_callback_needs_no_list(memkit):
+    code, model = memkit("fit", trainer={"callbacks": entry("MemoryBudget", budget="1GiB")}, optimizer=ADAMW)
+    assert code == 0
+    assert model is not None
+
+
+def test_an_empty_config_is_told_what_it_needs(tmp_path, capsys):
+    (tmp_path / "empty.yaml").write_text("")
+    assert main(["fit", "--config", str(tmp_path / "empty.yaml")]) == 2
+    assert "memkit: error: the config is empty: it names a model, data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("budget", "key"), [("-1GiB", "budget"), ("1GiB", "bugdet")], ids=["value", "key"])
 def test_debugging_shows_all_of_an_error_inside_a_class(memkit, capsys, budget, key):
     item = {"class_path": "lightning_memkit.MemoryBudget", "init_args": {key: budget}}

@@ -41,7 +41,7 @@ def target_dtype(trainer: Namespace) -> torch.dtype | None:
         return parameter_dtype(None if precision is None else str(precision))
     if isinstance(plugin, Precision):
         return parameter_dtype(plugin)
-    name = plugin.get("init_args", Namespace()).get("precision") or _class_of(plugin).precision
+    name = plugin.get("init_args", Namespace()).get("precision") or class_of(plugin).precision
     return parameter_dtype(str(name))
 
 
@@ -82,30 +82,36 @@ def refuse_two_precisions(trainer: Namespace) -> None:
     """Raise if `precision` and a precision plugin are both given: Lightning would drop one or fail late."""
     plugin, precision = precision_plugin(trainer), trainer.get("precision")
     if plugin is not None and precision is not None:
-        name = type(plugin).__name__ if isinstance(plugin, Precision) else _class_of(plugin).__name__
+        name = type(plugin).__name__ if isinstance(plugin, Precision) else class_of(plugin).__name__
         raise ValueError(
             f"trainer.precision={precision!r} stands beside the precision plugin {name}; a run has one precision: "
             "remove trainer.precision."
         )
 
 
+def entries(trainer: Namespace, key: str) -> list[Namespace]:
+    """The classes that a `trainer` section names under a key, with one or with a list."""
+    given = trainer.get(key) or []
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    return [one for one in listed if isinstance(one, Namespace) and "class_path" in one]
+
+
 def _starts_from_weights(trainer: Namespace) -> bool:
     """Whether weight files provide every weight, so that the model need not initialise its own."""
-    callbacks = trainer.get("callbacks") or []
-    named = [one for one in callbacks if isinstance(one, Namespace) and "class_path" in one]
     return any(
-        _class_of(one) is InitialWeights and one.get("init_args", Namespace()).get("strict", True)
-        for one in named
+        class_of(one) is InitialWeights and one.get("init_args", Namespace()).get("strict", True)
+        for one in entries(trainer, "callbacks")
     )
 
 
 def _is_precision(plugin: Any) -> bool:
     if isinstance(plugin, Namespace) and "class_path" in plugin:
-        cls = _class_of(plugin)
+        cls = class_of(plugin)
         return isinstance(cls, type) and issubclass(cls, Precision)
     return isinstance(plugin, Precision)
 
 
-def _class_of(plugin: Namespace) -> Any:
+def class_of(plugin: Namespace) -> Any:
+    """The class of an entry."""
     module, _, name = plugin.class_path.rpartition(".")
     return getattr(__import__(module, fromlist=[name]), name)

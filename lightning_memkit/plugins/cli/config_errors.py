@@ -9,8 +9,12 @@ from types import TracebackType
 from typing import Any, get_type_hints
 
 from jsonargparse import Namespace
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_memkit
+from lightning_memkit.plugins.asked import splits_batches
+from lightning_memkit.plugins.cli._build_target import class_of, entries
+from lightning_memkit.plugins.cli._config_places import belongs_elsewhere, nearest_of_ours
 
 _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
@@ -20,7 +24,7 @@ _MOST_CHARACTERS = 1_000  # of a class's own message
 
 
 class ConfigError(ValueError):
-    """A class of the config refuses its options; the message gives the key, the class and the reason."""
+    """The config can't be run as it is; the message gives the key, the class or value, and the reason."""
 
 
 def explain(message: str, names: Iterable[str] = ()) -> str:
@@ -52,11 +56,36 @@ def refused_by_a_class(error: Exception, config: Mapping[str, Any]) -> ConfigErr
     return ConfigError(_at_most(" ".join(f"{where}: {kind}{cause}".split())))
 
 
-def _cause(text: str, names: tuple[str, ...] = ()) -> str:
+def refuse_unrunnable(trainer: Namespace) -> None:
+    """Refuse a `trainer` section that Lightning would refuse later, or in words that don't say what to write.
+
+    Raises:
+        ConfigError: the strategy has an unknown name, or two callbacks run batches in micro-batches.
+    """
+    strategy = trainer.get("strategy")
+    known = StrategyRegistry.available_strategies()
+    if isinstance(strategy, str) and strategy != "auto" and strategy not in known:
+        close = get_close_matches(strategy, known, n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(
+            f"trainer.strategy={strategy!r} is no strategy{meant}; there are {', '.join(sorted(known))}."
+        )
+    budgets = [one.class_path for one in entries(trainer, "callbacks") if splits_batches(class_of(one))]
+    if len(budgets) > 1:
+        raise ConfigError(
+            f"trainer.callbacks has {len(budgets)} of {budgets[0]}, and a run has one budget: remove all but one."
+        )
+
+
+def _cause(text: str, names: tuple[str, ...] = (), key: str = "") -> str:
     if match := re.match(r'Parser key "([^"]+)"(?: element \d+)?:\s*', text):
-        return f"{match[1]}: {_cause(_dedented(text[match.end() :]))}"
+        return f"{match[1]}: {_cause(_dedented(text[match.end() :]), key=match[1])}"
     if text.startswith(_UNION):
-        return _cause_in_union(text)
+        return _cause_in_union(text, key)
+    if text == "Unexpected config:":
+        return "the config is empty: it names a model, data and the trainer's options; --print_config prints all keys"
+    if match := re.fullmatch(r"Import path (\S+) does not correspond to a subclass of \w+", text):
+        return belongs_elsewhere(key, match[1], _imported(match[1])) or text
     if match := re.match(r"Problem with given class_path '([^']+)':\s*", text):
         return _cause_in_class(match[1], _dedented(text[match.end() :]))
     if match := re.fullmatch(r"Subcommand '\w+' does not accept option '([^']+)'", text):
@@ -67,16 +96,27 @@ def _cause(text: str, names: tuple[str, ...] = ()) -> str:
     return text
 
 
-def _cause_in_union(text: str) -> str:
+def _cause_in_union(text: str, key: str = "") -> str:
     """The most informative of a union's errors; if none is, the value and the types that it could have."""
     errors = re.search(r"\nErrors:\n(.*)\nGiven value type:", text, re.DOTALL)
     causes = [_dedented(part) for part in re.split(r"(?:^|\n)  - ", errors[1])[1:]] if errors else []
     telling = [cause for cause in causes if not cause.startswith(_UNINFORMATIVE)]
     if telling:
-        return _cause(telling[0])
+        return _cause(telling[0], key=key)
     types = re.search(r"\nSubtypes: \[(.*)\]\n", text)
     value = re.search(r"\nGiven value: (.*)", text, re.DOTALL)
+    if value and (bare := _bare_class(key, value[1])):
+        return bare
     return f"{value[1] if value else 'the value'} is none of: {_plain(types[1]) if types else 'the types'}"
+
+
+def _bare_class(key: str, value: str) -> str:
+    """What to write in the place of a class's bare name that this key does not take; empty if it is none of ours."""
+    for name in re.findall(r"[\w.]+", value):
+        if path := nearest_of_ours(name):
+            place = belongs_elsewhere(key, path, _imported(path))
+            return place or f"{name!r} is no entry; write - class_path: {path}"
+    return ""
 
 
 def _cause_in_class(path: str, text: str) -> str:
@@ -88,6 +128,8 @@ def _cause_in_class(path: str, text: str) -> str:
     name = path.rpartition(".")[2]
     if cls is None and path.startswith("lightning_memkit.") and name in lightning_memkit.__all__:
         return f"{path}: {text}; write lightning_memkit.{name}, which stays where it is"
+    if cls is None and (meant := nearest_of_ours(path) if path.startswith("lightning_memkit.") else ""):
+        return f"{path}: lightning_memkit has no {name} (did you mean {meant}?)"
     if re.fullmatch(r"No module named '[^']+'", text):
         return f"{path}: {text}; your own classes are looked for in the folder that memkit is started in"
     return f"{path}: {_cause(text)}"

@@ -27,7 +27,7 @@ from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from lightning_memkit.plugins.cli._build_target import build_context, refuse_two_precisions, target_device
 from lightning_memkit.plugins.cli._config_checkpoint import readable_by_torch
 from lightning_memkit.plugins.cli._optimizer_names import classes_named_in
-from lightning_memkit.plugins.cli.config_errors import explain, refused_by_a_class
+from lightning_memkit.plugins.cli.config_errors import explain, refuse_unrunnable, refused_by_a_class
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.strategies.on_device import add_random_state
 
@@ -79,7 +79,8 @@ class MemkitCLI(LightningCLI):
 
     Raises:
         ValueError: both `trainer.precision` and a precision plugin are given.
-        ConfigError: a class of the config refuses its options; it is a subclass of ValueError.
+        ConfigError: a class of the config refuses its options, there are two budgets, or the strategy is unknown; it
+            is a subclass of ValueError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,8 +98,10 @@ class MemkitCLI(LightningCLI):
         return parser
 
     def before_instantiate_classes(self) -> None:
-        """Refuse two precisions before anything is built; subclasses that override this must call it."""
-        refuse_two_precisions(self._get(self.config, "trainer", default=Namespace()))
+        """Refuse what can't run before anything is built; subclasses that override this must call it."""
+        trainer = self._get(self.config, "trainer", default=Namespace())
+        refuse_two_precisions(trainer)
+        refuse_unrunnable(trainer)
 
     def instantiate_classes(self) -> None:
         """Build the classes of the config; an error names the key and the class."""

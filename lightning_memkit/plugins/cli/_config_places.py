@@ -1,0 +1,48 @@
+"""Where in a config a class belongs."""
+
+from difflib import get_close_matches
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+
+import lightning_memkit
+
+_PLACES: tuple[tuple[str, str, tuple[type, ...]], ...] = (
+    ("callback", "trainer.callbacks", (Callback,)),
+    ("plugin", "trainer.plugins", (Precision, CheckpointIO, ClusterEnvironment, LayerSync)),
+    ("strategy", "trainer.strategy", (Strategy,)),
+    ("logger", "trainer.logger", (Logger,)),
+    ("profiler", "trainer.profiler", (Profiler,)),
+    ("optimizer", "optimizer", (Optimizer,)),
+    ("model", "model", (LightningModule,)),
+    ("data module", "data", (LightningDataModule,)),
+)
+_OURS = "lightning_memkit."
+
+
+def belongs_elsewhere(key: str, path: str, cls: Any) -> str:
+    """Under which key a class belongs; empty if it is of no kind that a config has, or stands there.
+
+    Args:
+        key: under which it stands.
+        path: its class path.
+        cls: the class.
+    """
+    for kind, place, bases in _PLACES if isinstance(cls, type) else ():
+        if issubclass(cls, bases):
+            return f"{path} is a {kind} and belongs under {place}" if place != key else ""
+    return ""
+
+
+def nearest_of_ours(path: str) -> str:
+    """The public name of memkit that a path or a name may have meant, with its place; empty if none is near."""
+    name = path.removeprefix(_OURS)
+    close = (
+        [name] if name in lightning_memkit.__all__ else get_close_matches(name, lightning_memkit.__all__, n=1)
+    )
+    return f"{_OURS}{close[0]}" if close else ""
