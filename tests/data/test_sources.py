@@ -49,6 +49,37 @@ def test_jsonl_holds_a_document_a_line(tmp_path):
     assert texts(path) == ["one\n\nstill", "two"]
 
 
+GOOD = b'{"text": "fine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD + b"\0\0\0\0\n" + GOOD, "line 2 holds NUL bytes, as after a crash"),
+        (GOOD + b'{"text": "a\0b"}\n', "line 2 holds NUL bytes"),
+        ((GOOD * 2).decode().encode("utf-16"), r"line 1 is UTF-16 or UTF-32; convert the file \(iconv"),
+        ((GOOD * 2).decode().encode("utf-16-le"), "line 1 is UTF-16 or UTF-32"),
+        ((GOOD * 2).decode().encode("utf-16-be"), "line 1 is UTF-16 or UTF-32"),
+        ((GOOD * 2).decode().encode("utf-32"), "line 1 is UTF-16 or UTF-32"),
+        (GOOD + b'{"text": "caf\xe9"}\n', r"line 2 is not UTF-8 \(byte 13 is 0xe9\): convert the file"),
+        (GOOD + b'{"text": "cut', "line 2 is not JSON, and the file ends there: it was cut off"),
+        (b"\x1f\x8b\x08\0abc\n", "line 1 is compressed: unpack the file"),
+        (b"PK\x03\x04abc", "line 1 is compressed"),
+    ],
+)
+def test_what_is_no_text_is_told(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"a.jsonl, {message}"):
+        read(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD)
+    assert texts(path) == ["fine"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

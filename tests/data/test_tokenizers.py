@@ -71,3 +71,15 @@ def test_an_absent_tokenizer_is_named_with_what_needs_none(tmp_path):
     (tmp_path / "absent").mkdir()
     with pytest.raises(ValueError, match=r"^tokenizer='.*absent' can't be loaded; .* or \"bytes\""):
         load_tokenizer(str(tmp_path / "absent"))
+
+
+def test_what_lies_where_a_tokenizer_was_looked_for_is_told(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name, said in (
+        (tmp_path / "modle", rf"There is no such folder; in {tmp_path} are model\.$"),
+        (tmp_path / "model", r"The folder holds no tokenizer\.json, but config\.json\.$"),
+        (tmp_path / "model" / "config.json", r"It is a file: name the folder that holds it\.$"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_tokenizer(str(name))

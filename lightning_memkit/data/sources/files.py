@@ -1,5 +1,6 @@
 """Documents in text files: a JSON object per line, or plain texts."""
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from lightning_memkit.data.sources.source import Numbered, Record, Source, SourcePart, file_identity
 
 _BYTES_A_PART = 2**20
+_COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
 
@@ -37,15 +39,38 @@ class JsonLines(Source):
 
     def _record(self, line: bytes, part: SourcePart, number: int) -> Record:
         try:
-            record = json.loads(line)
+            # As json itself would, but that guesses UTF-16 from NUL bytes. Halves of surrogate pairs are told of later.
+            record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
         except ValueError as error:
-            raise ValueError(f"{self.where(part, number)} is not JSON: {error}.") from None
+            raise ValueError(f"{self.where(part, number)} {_why_unreadable(line, error)}.") from None
         if not isinstance(record, dict):
             raise ValueError(
                 f"{self.where(part, number)} is no object (found: {type(record).__name__}); every line is one, with "
                 "the fields of a document."
             )
         return record
+
+
+def _why_unreadable(line: bytes, error: ValueError) -> str:
+    """What a line of JSONL is instead, and what to do about it."""
+    if line.startswith(_COMPRESSED):
+        return "is compressed: unpack the file (gunzip, unzip, zstd -d)"
+    empty, other = sorted((line[::2].count(0), line[1::2].count(0)))[::-1]
+    every_second = empty > len(line) // 4 and not other
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)) or every_second:
+        return "is UTF-16 or UTF-32; convert the file (iconv -f UTF-16 -t UTF-8)"
+    if 0 in line:
+        return (
+            "holds NUL bytes, as after a crash of what wrote it: leave the line out, or write the file again"
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return (
+            f"is not UTF-8 (byte {error.start} is 0x{line[error.start]:02x}): convert the file "
+            "(iconv -f LATIN1 -t UTF-8), or leave the line out"
+        )
+    if not line.endswith(b"\n"):
+        return f"is not JSON, and the file ends there: it was cut off ({error}); leave the line out"
+    return f"is not JSON: {error}"
 
 
 class Texts(Source):

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from lightning_memkit.data.sources.store import TokenStore, offsets_of, token_ty
 from lightning_memkit.utilities.errors import MissingPackageError
 
 _TEXTS_AT_ONCE = 1000
+_MOST_SHOWN = 8  # entries of a folder, in an error
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -108,7 +110,7 @@ class HuggingFaceTokenizer:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"tokenizer={name!r} can't be loaded; give the name or the folder of a Hugging Face tokenizer, "
-                f'or "bytes", which needs none. transformers says: {error}'
+                f'or "bytes", which needs none. {_what_is_there(name, error)}'
             ) from error
         self.vocabulary_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
@@ -220,6 +222,22 @@ class HuggingFaceTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
+
+
+def _what_is_there(name: str, error: Exception) -> str:
+    """What lies where a tokenizer was looked for; of a name, the first sentence of transformers' reason."""
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        return "It is a file: name the folder that holds it."
+    if folder.is_dir():
+        held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:_MOST_SHOWN]) or "nothing"
+        return f"The folder holds no tokenizer.json, but {held}."
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:  # the hub has "owner/name"
+        there = sorted(entry.name for entry in folder.parent.iterdir()) if folder.parent.is_dir() else []
+        beside = f"; in {folder.parent} are {', '.join(there[:_MOST_SHOWN])}" if there else ""
+        return f"There is no such folder{beside}."
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return f"There is no such folder here, and transformers says: {said[0]}"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
