@@ -78,6 +78,49 @@ def test_answers_are_learned_as_transformers_marks_them(folders, template, messa
     assert 0 < sum(learned(store)) < len(store.tokens)
 
 
+def test_other_chat_formats_are_read_as_the_messages_that_they_are(folders):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [{"from": names[one["role"]], "value": one["content"]} for one in THREE]
+    as_said, asked = (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what is it\n\nsure"},
+    )
+    pairs = [
+        ({"conversations": turns, "id": 3}, THREE),
+        ({"conversations": turns[1:], "system": "be brief"}, THREE),
+        ({"conversations": THREE}, THREE),
+        ({"instruction": "what is it", "output": "a small cat"}, ONE),
+        ({"instruction": "what is it", "input": " ", "output": "a small cat"}, ONE),
+        ({"instruction": "what is it", "input": "sure", "output": "a small cat"}, [asked, ONE[1]]),
+        ({"instruction": "what is it", "output": "a small cat", "system": "be brief"}, [as_said, *ONE]),
+    ]
+    for record, messages in pairs:
+        for kind in ("auto", "messages"):
+            found = read([record], folders["plain"], kind=kind)
+            wanted = read([{"messages": messages}], folders["plain"])
+            assert found.tokens.tolist() == wanted.tokens.tolist()
+            assert learned(found) == learned(wanted)
+
+
+def test_a_text_stays_one_beside_another_format(folders):
+    record = {"text": "sure", "instruction": "what is it", "output": "a small cat"}
+    assert (
+        read([record], folders["plain"]).tokens.tolist() == read(["sure"], folders["plain"]).tokens.tolist()
+    )
+    asked = read([record], folders["plain"], kind="messages")
+    assert asked.tokens.tolist() == read([{"messages": ONE}], folders["plain"]).tokens.tolist()
+    named = read([{"instruction": "sure", "output": "x"}], folders["plain"], text_field="instruction")
+    assert named.tokens.tolist() == read(["sure"], folders["plain"]).tokens.tolist()
+
+
+def test_a_turn_of_nobody_known_is_refused_with_its_document(folders):
+    turns = [{"from": "narrator", "value": "once upon a time"}]
+    with pytest.raises(
+        ValueError, match=r"document 0: a turn is 'from' 'narrator', which is no known role \(system,"
+    ):
+        read([{"conversations": turns}], folders["plain"])
+
+
 @pytest.mark.parametrize("prompt", ["what is it", "what is it "])
 def test_a_completion_is_learned_as_trl_learns_it(folders, prompt):
     pytest.importorskip("trl")

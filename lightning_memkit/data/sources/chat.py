@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Span = tuple[int, int]
+_ROLES = {  # of ShareGPT's turns
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant", "model": "assistant", "assistant": "assistant",
+    "tool": "tool", "observation": "tool",
+}  # fmt: skip
 Render = Callable[[list[Any], bool], str]  # messages, and whether the header of an answer follows
 
 
@@ -59,6 +64,49 @@ def conversation_of(record: Mapping[str, Any], kind: str, *, mask_prompt: bool =
         )
     messages = _messages([*prompt, *completion])
     return Conversation(messages=messages, asked=len(prompt), tools=tools, mask_prompt=mask_prompt)
+
+
+def with_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record with ``messages`` in the place of other chat formats: ShareGPT's, and Alpaca's instructions.
+
+    Those have ``conversations`` of turns with ``from`` and ``value``, or an ``instruction`` (with an ``input``,
+    perhaps) and its ``output``; both may have a ``system`` text. Other records come back as they are.
+
+    Raises:
+        ValueError: a turn is of an unknown role.
+    """
+    turns = record.get("conversations")
+    if isinstance(turns, list) and turns and all(isinstance(turn, Mapping) for turn in turns):
+        messages = [_message(turn) for turn in turns]
+    elif isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
+        asked = [
+            part
+            for part in (record["instruction"], record.get("input"))
+            if isinstance(part, str) and part.strip()
+        ]
+        messages = [
+            {"role": "user", "content": "\n\n".join(asked)},
+            {"role": "assistant", "content": record["output"]},
+        ]
+    else:
+        return record
+    system = record.get("system")
+    if isinstance(system, str) and system.strip():
+        messages.insert(0, {"role": "system", "content": system})
+    return {**record, "messages": messages}
+
+
+def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A turn as a message; one that has a role already stays as it is."""
+    if "role" in turn or "from" not in turn or "value" not in turn:
+        return turn
+    role = _ROLES.get(str(turn["from"]).lower())
+    if role is None:
+        known = ", ".join(_ROLES)
+        raise ValueError(
+            f"a turn is 'from' {turn['from']!r}, which is no known role ({known}); write 'messages' instead."
+        )
+    return {"role": role, "content": turn["value"]}
 
 
 def rendered(conversation: Conversation, render: Render) -> tuple[str, list[Span]]:

@@ -39,7 +39,7 @@ class JsonLines(Source):
 
     def _record(self, line: bytes, part: SourcePart, number: int) -> Record:
         try:
-            # As json itself would, but that guesses UTF-16 from NUL bytes. Halves of surrogate pairs are told of later.
+            # As json itself would, which guesses UTF-16 from NUL bytes. Halves of surrogate pairs are told of later.
             record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
         except ValueError as error:
             raise ValueError(f"{self.where(part, number)} {_why_unreadable(line, error)}.") from None

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, TypeVar, get_args
 
-from lightning_memkit.data.sources.chat import conversation_of
+from lightning_memkit.data.sources.chat import conversation_of, with_messages
 from lightning_memkit.data.sources.columns import flat_column
 from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 from lightning_memkit.data.sources.store import TokenStore, joined
@@ -31,7 +31,8 @@ class RecordOptions:
 
     Attributes:
         text_field: The field that holds a text.
-        kind: Which fields form the document; ``auto`` detects it.
+        kind: Which fields form the document; ``auto`` detects it. ``messages`` may also be `conversations`
+            (ShareGPT), or `instruction` and `output` (Alpaca).
         mask_prompt: Gives no labels to what the model is asked.
     """
 
@@ -135,6 +136,7 @@ class Encoder:
         fields = (self.options.text_field, *_TEXT_FIELDS)
         for number, record in self.source.records(part):
             if isinstance(record, Mapping):
+                record = self._in_messages(record, part, number)
                 broken = [name for name in fields if name in record and holds_half(record[name])]
                 if broken:
                     self._tell_of_halves(part, number, f"its {broken[0]!r}")
@@ -143,6 +145,16 @@ class Encoder:
                 self._tell_of_halves(part, number, "it")
                 record = without_halves(record)
             yield number, record
+
+    def _in_messages(self, record: Mapping[str, Any], part: SourcePart, number: int) -> Mapping[str, Any]:
+        """The record, whose chat format becomes messages where nothing else in it is the document."""
+        kinds, wanted = kinds_of(record, self.options.text_field), self.options.kind
+        if "messages" in kinds or (kinds if wanted == "auto" else wanted != "messages"):
+            return record
+        try:
+            return with_messages(record)
+        except ValueError as error:
+            raise ValueError(f"{self.source.where(part, number)}: {error}") from None
 
     def _tell_of_halves(self, part: SourcePart, number: int, what: str) -> None:
         if self._told:  # each process tells of its first
