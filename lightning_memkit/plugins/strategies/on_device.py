@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memkit.initialization.building import build_on
+from lightning_memkit.plugins.callbacks._resumed_optimizers import ResumedOptimizers
 from lightning_memkit.plugins.callbacks.random_state import RandomState
 from lightning_memkit.plugins.seams import training_loop
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
@@ -118,10 +119,11 @@ def parameter_dtype(precision: Precision | str | None) -> torch.dtype | None:
 
 
 def add_random_state(trainer: Trainer) -> None:
-    """Add the `RandomState` callback to a Trainer that has none, before the callbacks that save."""
+    """Add what a resume needs to a Trainer that has none: `RandomState`, before the callbacks that save."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    if not any(isinstance(callback, RandomState) for callback in callbacks):
-        callbacks.insert(0, RandomState())
+    for kind in (ResumedOptimizers, RandomState):
+        if not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.insert(0, kind())
 
 
 def tell_epoch(module: LightningModule | None, dataloader: object) -> None:
