@@ -1,6 +1,7 @@
 """The `memkit` command: fit, validate, test and predict from YAML, plan, report, consolidate and doctor."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin while they wait, without end by default: beside another process that keeps a core busy, a
     # step then takes a hundred times as long. A bounded spin costs nothing. Read when torch is loaded, later.
     os.environ.setdefault("GOMP_SPINCOUNT", "300000")
+    _never_fail_to_print()
     # Classes of the project one stands in are named in its configs: `examples.job.model.Model`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -53,6 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "consolidate":
         return _consolidate(words[1:])
     return _run(words)
+
+
+def _never_fail_to_print() -> None:
+    """Print '?' for a character that the terminal's encoding lacks; a report would end in an error there."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _help() -> str:

@@ -18,7 +18,7 @@ def signed(size: int) -> str:
 
 def difference(before: int, after: int) -> str:
     """The increase in bytes, with a sign; a dash for none."""
-    return signed(after - before) if after != before else "–"
+    return signed(after - before) if after != before else "-"
 
 
 def share(part: int, whole: int) -> str:

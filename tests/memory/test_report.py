@@ -264,6 +264,6 @@ def test_modules_that_differ_in_a_number_are_summed() -> None:
 def test_words() -> None:
     assert difference(2048, 1024) == "-1.00 KiB"
     assert difference(1024, 3072) == "+2.00 KiB"
-    assert difference(5, 5) == "–"
+    assert difference(5, 5) == "-"
     assert (time_share(0.004), time_share(-0.2), time_share(0.05)) == ("the same", "-20%", "+5%")
     assert (flops_words(12), flops_words(1.5e12)) == ("12 FLOP", "1.5 TFLOP")

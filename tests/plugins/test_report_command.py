@@ -1,7 +1,10 @@
 """`memkit report`: what it prints of one run and of two, what it writes, and how it fails."""
 
+import io
 import json
 import os
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,20 @@ def test_a_run_is_printed_and_its_page_named(runs: Path, capsys: Any) -> None:
         "Modules that saved most", "memory_report.html",
     ):  # fmt: skip
         assert words in printed
+
+
+def test_a_terminal_that_lacks_characters_gets_others(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "ran naïve 走"
+    shutil.copytree(runs / "small", there)
+    for encoding in ("latin-1", "ascii", "cp1252"):
+        printed = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding, write_through=True))
+        assert main(["report", str(there), str(runs / "large")]) == 0
+        text = printed.getvalue().decode(encoding)
+        assert "peak" in text
+        assert "?" in text
 
 
 def test_two_runs_are_compared_by_category(runs: Path, capsys: Any, tmp_path: Path) -> None:

@@ -208,7 +208,9 @@ def _at_most(text: str, characters: int = _MOST_CHARACTERS) -> str:
     """The beginning of a text: for an unknown model_type, transformers lists the names of all models."""
     if len(text) <= characters:
         return text
-    return f"{text[:characters].rstrip()} … ({len(text) - characters:,} more characters: --debug prints them)"
+    return (
+        f"{text[:characters].rstrip()} ... ({len(text) - characters:,} more characters: --debug prints them)"
+    )
 
 
 def _dedented(text: str) -> str:
