@@ -1,8 +1,12 @@
 """Refuses token ids without a row in a model's embedding: on a GPU a kernel's assertion fails without a name."""
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memkit.utilities.patching import Undo
 
 
 def refuse_ids_beyond_embedding(module: nn.Module, ids: int, tokenizer: str) -> None:
@@ -19,10 +23,53 @@ def refuse_ids_beyond_embedding(module: nn.Module, ids: int, tokenizer: str) -> 
     for name, rows in _embeddings(module):
         if rows < ids:
             raise ValueError(
-                f"The documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), but the input embedding of "
-                f"{name} has {rows} rows, so ids can be {rows - 1} at most. Build the model with vocab_size={ids} or "
-                f"more (a loaded one: resize_token_embeddings({ids})), or take the tokenizer that belongs to it."
+                f"{_too_few(f'the input embedding of {name}', rows, ids, tokenizer)} (a loaded one: "
+                f"resize_token_embeddings({ids})), or take the tokenizer that belongs to it."
             )
+
+
+def watch_embeddings(module: nn.Module, ids: int, tokenizer: str) -> Undo:
+    """Name any embedding that is given an id beyond its rows, before torch fails on it; returns the undo.
+
+    Costs a look at the ids of each call, for which a GPU is waited for. Compiled modules are left alone: hooks
+    would have them compiled again.
+
+    Args:
+        module: its embeddings are watched, of any class of model.
+        ids: an upper bound (exclusive) of the documents' token ids.
+        tokenizer: its name, for the message.
+    """
+
+    def look(embedding: nn.Embedding, given: tuple[Any, ...], *, name: str) -> None:
+        looked_up = given[0] if given else None
+        if not isinstance(looked_up, Tensor) or isinstance(looked_up, FakeTensor) or not looked_up.numel():
+            return
+        if (largest := int(looked_up.max())) >= embedding.num_embeddings:
+            said = _too_few(
+                f"the embedding {name}", embedding.num_embeddings, max(ids, largest + 1), tokenizer
+            )
+            raise ValueError(f"{said}, or take the tokenizer that belongs to it.")
+
+    if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
+        return lambda: None
+    handles = [
+        part.register_forward_pre_hook(partial(look, name=name))
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding)
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _too_few(embedding: str, rows: int, ids: int, tokenizer: str) -> str:
+    return (
+        f"The documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), but {embedding} has {rows} rows, so "
+        f"ids can be {rows - 1} at most. Build the model with vocab_size={ids} or more"
+    )
 
 
 def _embeddings(module: nn.Module, name: str = "") -> list[tuple[str, int]]:

@@ -229,7 +229,9 @@ class PackedDataModule(pl.LightningDataModule):
         rows = self._splits["train"]
         module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
         if module is not None and isinstance(rows, PackedRows):
-            refuse_ids_beyond_embedding(module, max(rows.store.vocabulary, self.pad_id + 1), self.tokenizer)
+            ids = max(rows.store.vocabulary, self.pad_id + 1)
+            self._callbacks.ids.bound, self._callbacks.ids.tokenizer = ids, self.tokenizer
+            refuse_ids_beyond_embedding(module, ids, self.tokenizer)
 
     def _read_shares(self, stage: str | None) -> None:
         if isinstance(self.source, pl.LightningDataModule):

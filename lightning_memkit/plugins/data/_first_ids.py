@@ -1,0 +1,45 @@
+"""Names an embedding with fewer rows than the documents have token ids, in the first batch."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_memkit.data.sources.vocabulary import watch_embeddings
+from lightning_memkit.utilities.patching import Undo
+
+
+class FirstIds(Callback):
+    """Watches the embeddings of a module until its first batch is over; waits for the device once each call.
+
+    Attributes:
+        bound: an upper bound (exclusive) of the documents' token ids; 0 if it is unknown.
+        tokenizer: its name.
+    """
+
+    watches_only = True
+
+    def __init__(self) -> None:
+        self.bound, self.tokenizer = 0, ""
+        self._undo: Undo | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin."""
+        if self.bound:
+            self._undo = watch_embeddings(pl_module, self.bound, self.tokenizer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """End."""
+        self._end()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End, if there was no batch."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave no hook behind."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
