@@ -247,6 +247,7 @@ def entry(name: str, **options: object) -> dict[str, object]:
             {"strategy": "memkit_fsdp"},
             "trainer.strategy='memkit_fsdp' is no strategy (did you mean 'memkit_fsdp2'?); there are ",
         ),
+        ({"precision": "budget"}, "trainer.precision: budget is none of: "),
         ({"strategy": "dpp"}, "trainer.strategy='dpp' is no strategy (did you mean 'ddp'?); there are "),
     ],
 )

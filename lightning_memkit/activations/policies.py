@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from lightning_memkit.activations.operators import is_attention, is_matmul
-from lightning_memkit.memory.units import parse_bytes
+from lightning_memkit.memory.units import parse_bytes, parse_fraction
 
 _T = TypeVar("_T")
 
@@ -175,6 +175,8 @@ def _size(text: str, policy: str) -> int:
 
 
 def _number(text: str) -> float | None:
+    if text.endswith("%"):
+        return parse_fraction(text)
     try:
         return float(text)
     except ValueError:

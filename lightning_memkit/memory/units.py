@@ -9,7 +9,9 @@ for _power, (_letter, _decimal, _binary) in enumerate(_PREFIXES, 1):
         _UNITS[_name] = int(1000**_power)
     for _name in (f"{_letter}i", f"{_letter}ib", f"{_binary}byte", f"{_binary}bytes"):
         _UNITS[_name] = 1 << 10 * _power
-_SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(
+    r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e\+?[0-9]{1,2})?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE
+)
 _SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*")
 
 
@@ -33,10 +35,13 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_fraction(share: object) -> float | None:
-    """The fraction in (0, 1] that ``0.9``, ``"0.9"`` or ``"90%"`` is; None for anything else, a count of bytes say."""
+    """The fraction in (0, 1] that ``0.9``, ``"0.9"``, ``"90%"`` or ``"1"`` is; None for anything else.
+
+    The integer 1 is a count of bytes.
+    """
     if isinstance(share, str):
         match = _SHARE.fullmatch(share)
-        if match is None or not (match[2] or "." in match[1]):
+        if match is None or not (match[2] or "." in match[1] or match[1] == "1"):
             return None
         share = float(match[1]) / (100 if match[2] else 1)
     return share if isinstance(share, float) and 0 < share <= 1 else None

@@ -146,7 +146,7 @@ def test_a_larger_budget_recomputes_less_and_bytes_do_as_well_as_fractions():
             model(batch).sum().backward()
         return counter.get_total_flops()
 
-    found = [flops(policy) for policy in ("budget:0.3", "budget:0.5", "budget:0.7", "budget:1")]
+    found = [flops(policy) for policy in ("budget:0.3", "budget:50%", "budget:0.7", "budget:1")]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
     assert flops("budget:1GiB") == found[-1]
@@ -448,6 +448,7 @@ def test_a_policy_out_of_range_is_refused(policy):
         ("budget:1.5", r"budget:1\.5.* outside \(0, 1\]"),
         ("budget:50", r"for 50 % write 0\.5"),
         ("budget:fast", "'fast' is not a size"),
+        ("budget:150%", "'150%' is not a size"),
         ("compile:2", r"outside \[0, 1\]"),
         ("selective:mm/0", "at least 1"),
         ("selective:mm;add", "names no operator to save"),

@@ -93,6 +93,11 @@ def test_other_chat_formats_are_read_as_the_messages_that_they_are(folders):
         ({"instruction": "what is it", "input": " ", "output": "a small cat"}, ONE),
         ({"instruction": "what is it", "input": "sure", "output": "a small cat"}, [asked, ONE[1]]),
         ({"instruction": "what is it", "output": "a small cat", "system": "be brief"}, [as_said, *ONE]),
+        (
+            {"instruction": "sure", "output": "yes it is", "history": [["what is it", "a small cat"]]},
+            [*ONE, *THREE[3:]],
+        ),
+        ({"conversations": turns, "system": "be brief"}, THREE),
     ]
     for record, messages in pairs:
         for kind in ("auto", "messages"):
@@ -119,6 +124,9 @@ def test_a_turn_of_nobody_known_is_refused_with_its_document(folders):
         ValueError, match=r"document 0: a turn is 'from' 'narrator', which is no known role \(system,"
     ):
         read([{"conversations": turns}], folders["plain"])
+    other = {"instruction": "sure", "output": "yes it is", "history": ["what is it"]}
+    with pytest.raises(ValueError, match="document 0: its 'history' is no list of pairs of texts"):
+        read([other], folders["plain"])
 
 
 @pytest.mark.parametrize("prompt", ["what is it", "what is it "])

@@ -78,7 +78,7 @@ def test_what_lies_where_a_tokenizer_was_looked_for_is_told(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     for name, said in (
         (tmp_path / "modle", rf"There is no such folder; in {tmp_path} are model\.$"),
-        (tmp_path / "model", r"The folder holds no tokenizer\.json, but config\.json\.$"),
+        (tmp_path / "model", r"The folder holds no tokenizer\.json, but config\.json; transformers says: "),
         (tmp_path / "model" / "config.json", r"It is a file: name the folder that holds it\.$"),
     ):
         with pytest.raises(ValueError, match=said):

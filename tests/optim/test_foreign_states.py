@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.foreign_states import why_foreign
+from lightning_memkit.optim.foreign_states import SavedNames, why_foreign
 
 Made = Callable[..., Optimizer]
 KINDS: dict[str, Made] = {
@@ -42,7 +42,7 @@ def fails(optimizer: Optimizer, saved: dict) -> bool:
 @pytest.mark.parametrize(("writer", "reader"), [*product(KINDS, KINDS)])
 def test_what_torch_fails_on_is_told_and_nothing_else(writer: str, reader: str) -> None:
     saved, optimizer = stepped(KINDS[writer]).state_dict(), stepped(KINDS[reader])
-    why = why_foreign(optimizer, saved)
+    why = why_foreign(optimizer, SavedNames.of(saved))
     assert bool(why) == fails(optimizer, saved)
     if why:
         named = "Adam or AdamW" if writer in ("Adam", "AdamW") else writer
@@ -56,10 +56,10 @@ def test_so_is_what_bitsandbytes_fails_on(writer: str, reader: str) -> None:
     theirs = pytest.importorskip("bitsandbytes").optim
     saved = stepped(torch.optim.AdamW if writer == "torch" else getattr(theirs, writer)).state_dict()
     optimizer = stepped(getattr(theirs, reader))
-    assert bool(why_foreign(optimizer, saved)) == fails(optimizer, saved)
+    assert bool(why_foreign(optimizer, SavedNames.of(saved))) == fails(optimizer, saved)
     if writer != "torch":
         plain = stepped(torch.optim.AdamW)
-        assert why_foreign(plain, saved).startswith(
+        assert why_foreign(plain, SavedNames.of(saved)).startswith(
             "it was written by an optimizer of bitsandbytes (its states are"
         )
 
@@ -76,7 +76,7 @@ def test_older_checkpoints_that_lack_switches_are_resumed() -> None:
             "decoupled_weight_decay",
         ):
             group.pop(name, None)
-    assert not why_foreign(stepped(torch.optim.AdamW), saved)
+    assert not why_foreign(stepped(torch.optim.AdamW), SavedNames.of(saved))
 
 
 def test_optimizers_that_nobody_knows_are_left_to_themselves() -> None:
@@ -84,4 +84,4 @@ def test_optimizers_that_nobody_knows_are_left_to_themselves() -> None:
         pass
 
     saved = stepped(torch.optim.AdamW).state_dict()
-    assert not why_foreign(stepped(lambda parameters: Own(parameters, 1e-3)), saved)
+    assert not why_foreign(stepped(lambda parameters: Own(parameters, 1e-3)), SavedNames.of(saved))

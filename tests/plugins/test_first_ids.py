@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 from lightning_memkit import MemoryBudget, PackedBatch, PackedDataModule
 from tests.plugins.noise import NOISE
@@ -40,12 +41,19 @@ class Own(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(module: Own, *callbacks: Callback) -> Trainer:
+class Stream(IterableDataset):
+    """Of which nobody knows the largest id."""
+
+    def __iter__(self) -> Any:
+        return iter(TEXTS)
+
+
+def fit(module: Own, *callbacks: Callback, source: Any = TEXTS, packing: Any = "bfd") -> Trainer:
     trainer = Trainer(
         accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=list(callbacks), limit_val_batches=0,
     )  # fmt: skip
-    trainer.fit(module, datamodule=PackedDataModule(TEXTS, context=64))
+    trainer.fit(module, datamodule=PackedDataModule(source, context=64, packing=packing))
     return trainer
 
 
@@ -62,6 +70,16 @@ def test_the_embedding_is_named(callbacks: tuple[str, ...]) -> None:
     )
     with pytest.raises(ValueError, match=rule):
         fit(module, *map(MemoryBudget, callbacks))
+    assert module.steps == 0
+    assert not hooks_of(module)
+
+
+def test_so_it_is_where_documents_are_a_stream() -> None:
+    module = Own(100)
+    with pytest.raises(
+        ValueError, match=r"token ids up to \d+ \(tokenizer='bytes'\), but the embedding inner\.words has"
+    ):
+        fit(module, source={"train": Stream()}, packing="stream")
     assert module.steps == 0
     assert not hooks_of(module)
 

@@ -9,6 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_memkit import OnDeviceStrategy
 from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.plugins.callbacks._resumed_optimizers import ResumedOptimizers
 from tests.plugins.noise import NOISE
 
 pytestmark = [
@@ -50,6 +51,9 @@ def test_it_is_told_and_the_same_optimizer_goes_on(tmp_path: Path) -> None:
         ):
             fit(module, 4, path)
         assert module.steps == 0
+    for callback in fit(Stepped(torch.optim.AdamW), 4, path).callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, ResumedOptimizers):
+            assert not callback._saved
     again = Stepped(torch.optim.AdamW)
     assert fit(again, 4, path).global_step == 4
     assert again.steps == 2

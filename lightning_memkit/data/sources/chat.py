@@ -70,10 +70,11 @@ def with_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The record with ``messages`` in the place of other chat formats: ShareGPT's, and Alpaca's instructions.
 
     Those have ``conversations`` of turns with ``from`` and ``value``, or an ``instruction`` (with an ``input``,
-    perhaps) and its ``output``; both may have a ``system`` text. Other records come back as they are.
+    perhaps), its ``output`` and, before them, a ``history`` of such pairs; both may have a ``system`` text. Other
+    records come back as they are.
 
     Raises:
-        ValueError: a turn is of an unknown role.
+        ValueError: a turn is of an unknown role, or the history is of another form.
     """
     turns = record.get("conversations")
     if isinstance(turns, list) and turns and all(isinstance(turn, Mapping) for turn in turns):
@@ -84,16 +85,31 @@ def with_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
             for part in (record["instruction"], record.get("input"))
             if isinstance(part, str) and part.strip()
         ]
+        pairs = [*_earlier(record.get("history")), ("\n\n".join(asked), record["output"])]
         messages = [
-            {"role": "user", "content": "\n\n".join(asked)},
-            {"role": "assistant", "content": record["output"]},
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
     else:
         return record
     system = record.get("system")
-    if isinstance(system, str) and system.strip():
+    if isinstance(system, str) and system.strip() and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system})
     return {**record, "messages": messages}
+
+
+def _earlier(history: Any) -> list[tuple[str, str]]:
+    """The pairs of question and answer before an instruction."""
+    pairs = [tuple(pair) for pair in history or () if isinstance(pair, (list, tuple))]
+    texts = [text for pair in pairs for text in pair]
+    if (
+        len(pairs) < len(history or ())
+        or len(texts) != 2 * len(pairs)
+        or not all(isinstance(t, str) for t in texts)
+    ):
+        raise ValueError("its 'history' is no list of pairs of texts; write 'messages' instead.")
+    return pairs
 
 
 def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:

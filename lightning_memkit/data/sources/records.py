@@ -148,6 +148,8 @@ class Encoder:
 
     def _in_messages(self, record: Mapping[str, Any], part: SourcePart, number: int) -> Mapping[str, Any]:
         """The record, whose chat format becomes messages where nothing else in it is the document."""
+        if "conversations" not in record and "instruction" not in record:
+            return record
         kinds, wanted = kinds_of(record, self.options.text_field), self.options.kind
         if "messages" in kinds or (kinds if wanted == "auto" else wanted != "messages"):
             return record

@@ -14,7 +14,7 @@ from lightning_memkit.data.sources.store import TokenStore, offsets_of, token_ty
 from lightning_memkit.utilities.errors import MissingPackageError
 
 _TEXTS_AT_ONCE = 1000
-_MOST_SHOWN = 8  # entries of a folder, in an error
+_MOST_SHOWN, _MOST_CHARACTERS = 8, 300  # entries of a folder, and of transformers' reason, in an error
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -225,19 +225,19 @@ class HuggingFaceTokenizer:
 
 
 def _what_is_there(name: str, error: Exception) -> str:
-    """What lies where a tokenizer was looked for; of a name, the first sentence of transformers' reason."""
-    folder = Path(name).expanduser()
+    """What lies where a tokenizer was looked for, and transformers' reason, on one line."""
+    folder, said = Path(name).expanduser(), " ".join(str(error).split())[:_MOST_CHARACTERS]
     if folder.is_file():
         return "It is a file: name the folder that holds it."
     if folder.is_dir():
         held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:_MOST_SHOWN]) or "nothing"
-        return f"The folder holds no tokenizer.json, but {held}."
+        lacks = "" if (folder / "tokenizer.json").exists() else "no tokenizer.json, but "
+        return f"The folder holds {lacks}{held}; transformers says: {said}"
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:  # the hub has "owner/name"
         there = sorted(entry.name for entry in folder.parent.iterdir()) if folder.parent.is_dir() else []
         beside = f"; in {folder.parent} are {', '.join(there[:_MOST_SHOWN])}" if there else ""
         return f"There is no such folder{beside}."
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    return f"There is no such folder here, and transformers says: {said[0]}"
+    return f"There is no such folder here, and transformers says: {said}"
 
 
 def load_tokenizer(name: str) -> Tokenizer:

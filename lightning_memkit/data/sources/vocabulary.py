@@ -36,7 +36,7 @@ def watch_embeddings(module: nn.Module, ids: int, tokenizer: str) -> Undo:
 
     Args:
         module: its embeddings are watched, of any class of model.
-        ids: an upper bound (exclusive) of the documents' token ids.
+        ids: an upper bound (exclusive) of the documents' token ids; 0 if only those that are seen are known.
         tokenizer: its name, for the message.
     """
 

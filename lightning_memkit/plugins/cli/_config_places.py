@@ -22,7 +22,7 @@ _PLACES: tuple[tuple[str, str, tuple[type, ...]], ...] = (
     ("model", "model", (LightningModule,)),
     ("data module", "data", (LightningDataModule,)),
 )
-_OURS = "lightning_memkit."
+_OURS, _ALIKE = "lightning_memkit.", 0.75
 
 
 def belongs_elsewhere(key: str, path: str, cls: Any) -> str:
@@ -39,10 +39,14 @@ def belongs_elsewhere(key: str, path: str, cls: Any) -> str:
     return ""
 
 
+def takes_classes(key: str) -> bool:
+    """Whether a config names classes under a key."""
+    return any(key == place for _, place, _ in _PLACES)
+
+
 def nearest_of_ours(path: str) -> str:
     """The public name of memkit that a path or a name may have meant, with its place; empty if none is near."""
     name = path.removeprefix(_OURS)
-    close = (
-        [name] if name in lightning_memkit.__all__ else get_close_matches(name, lightning_memkit.__all__, n=1)
-    )
+    known = lightning_memkit.__all__
+    close = [name] if name in known else get_close_matches(name, known, n=1, cutoff=_ALIKE)
     return f"{_OURS}{close[0]}" if close else ""

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_memkit
 from lightning_memkit.plugins.asked import splits_batches
 from lightning_memkit.plugins.cli._build_target import class_of, entries
-from lightning_memkit.plugins.cli._config_places import belongs_elsewhere, nearest_of_ours
+from lightning_memkit.plugins.cli._config_places import belongs_elsewhere, nearest_of_ours, takes_classes
 
 _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
@@ -112,7 +112,7 @@ def _cause_in_union(text: str, key: str = "") -> str:
 
 def _bare_class(key: str, value: str) -> str:
     """What to write in the place of a class's bare name that this key does not take; empty if it is none of ours."""
-    for name in re.findall(r"[\w.]+", value):
+    for name in re.findall(r"[\w.]+", value) if takes_classes(key) else ():
         if path := nearest_of_ours(name):
             place = belongs_elsewhere(key, path, _imported(path))
             return place or f"{name!r} is no entry; write - class_path: {path}"

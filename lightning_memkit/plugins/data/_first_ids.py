@@ -9,10 +9,10 @@ from lightning_memkit.utilities.patching import Undo
 
 
 class FirstIds(Callback):
-    """Watches the embeddings of a module until its first batch is over; waits for the device once each call.
+    """Watches the embeddings of a module until its first batch is over; waits for the device in each of their calls.
 
     Attributes:
-        bound: an upper bound (exclusive) of the documents' token ids; 0 if it is unknown.
+        bound: an upper bound (exclusive) of the documents' token ids; 0 if it is unknown, as of a stream.
         tokenizer: its name.
     """
 
@@ -24,8 +24,7 @@ class FirstIds(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin."""
-        if self.bound:
-            self._undo = watch_embeddings(pl_module, self.bound, self.tokenizer)
+        self._undo = watch_embeddings(pl_module, self.bound, self.tokenizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """End."""

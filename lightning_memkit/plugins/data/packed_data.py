@@ -228,10 +228,11 @@ class PackedDataModule(pl.LightningDataModule):
     def _refuse_ids(self) -> None:
         rows = self._splits["train"]
         module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
+        look = self._callbacks.ids
+        look.bound, look.tokenizer = 0, self.tokenizer
         if module is not None and isinstance(rows, PackedRows):
-            ids = max(rows.store.vocabulary, self.pad_id + 1)
-            self._callbacks.ids.bound, self._callbacks.ids.tokenizer = ids, self.tokenizer
-            refuse_ids_beyond_embedding(module, ids, self.tokenizer)
+            look.bound = max(rows.store.vocabulary, self.pad_id + 1)
+            refuse_ids_beyond_embedding(module, look.bound, self.tokenizer)
 
     def _read_shares(self, stage: str | None) -> None:
         if isinstance(self.source, pl.LightningDataModule):
