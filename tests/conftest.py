@@ -4,7 +4,6 @@ import gc
 import os
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.card import why_skipped
-
-# Its multiples fall in step with no parameter: with every third row, one of three optimizers would never run.
-GOLDEN = 0.618034
+from tests.sampling import TURNS, leave_out, turn_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MEMKIT_TUNING_CACHE"] = "0"  # one run's answers must not decide another's
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which of the long tests run: two commits take other ones."""
+    turn = turn_of(config.rootpath)
+    return f"long tests: part {turn + 1} of {TURNS}, by the commit (all: -m 'long or not slow', or by name)"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,20 +112,15 @@ def _global_state() -> dict:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what a sample leaves out as slow; tests that fork go first, then those of torch's distributed checkpoints.
 
     Autograd works in no fork of a process that has used an accelerator, and checkpoints ask the one that is known for
     streams, which the device "fake" has not all of. Those that use a card go last: no fork survives CUDA.
     """
-    rows = Counter[str]()
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None:
-            test = item.nodeid.partition("[")[0]
-            if rows[test] * GOLDEN % 1 >= 1 / sampled.args[0]:
-                item.add_marker(pytest.mark.slow)
-            rows[test] += 1
+    # Whoever names tests means these.
+    if not any("::" in argument for argument in config.args):
+        leave_out(items, turn_of(config.rootpath))
     orders = (
         ("prediction", "planning", "forecast", "foreseen", "report_failed", "zero_redundancy"),
         ("initialization/test_loading", "tests/checkpoints", "distributed/test_weights"),

@@ -252,6 +252,7 @@ def assert_bitwise(ours: list[Tensor], plain: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_a_block_trains_bitwise_as_without_checkpointing(name, policy):
     net = Net(*CASES[name])
     plain = trained(copy.deepcopy(net))

@@ -339,6 +339,7 @@ def matmuls_again(model):
         pytest.param("selective:matmul", range(1), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_a_compiled_model_makes_again_what_the_policy_says(policy, again):
     model = Stack(depth=4, dropout=0.0).train()
     ours = copy.deepcopy(model)

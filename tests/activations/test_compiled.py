@@ -161,6 +161,7 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[float, float]]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_measuring_changes_no_bit_of_the_training(
     case: str, compiled: list[float], always_asked: list[dict[float, float]]
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_bound_that_lowers_nothing_gives_way_to_one_that_does(compiled: list[f
         ),
     ],
 )
+@pytest.mark.long
 def test_what_is_chosen_is_said_once_and_runs_from_the_first_forward_on(
     compiled: list[float],
     monkeypatch: pytest.MonkeyPatch,

@@ -60,6 +60,7 @@ def assert_close(ranks: list[Found], key: tuple[str, ...], tolerance: float) -> 
 
 
 @pytest.mark.parametrize("key", SAMPLE, ids=" ".join)
+@pytest.mark.long
 def test_two_ranks_are_one_process(sample: list[Found], key: tuple[str, ...]) -> None:
     assert_bitwise(sample, key)
     assert_close(sample, key, 1e-12)

@@ -17,6 +17,7 @@ from tests.attention.test_transformers import SEVEN, model_of, packed
 
 @pytest.mark.parametrize("name", SEVEN)
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.long
 def test_transformers_own_path_is_caught_and_ours_passes(name, training):
     """A model as from_pretrained gives it, told positions as its documentation says; then switched."""
     model, batch = model_of(name).train(training), packed()

@@ -46,6 +46,7 @@ def documents(length: int, rows: int = 1) -> Documents:
     return Documents(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
+@pytest.mark.long
 def test_a_kind_of_layer_is_compiled_for_all_lengths_and_kinds_share_no_limit(
     graphs: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

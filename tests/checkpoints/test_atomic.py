@@ -42,6 +42,7 @@ def kill(kind: str, folder: Path, kills: int) -> dict:
         *[pytest.param(kind, 20 if "ranks" in kind else 30, marks=pytest.mark.slow) for kind in KINDS],
     ],
 )
+@pytest.mark.long
 def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(kind: str, kills: int, tmp_path: Path) -> None:
     found = kill(kind, tmp_path, kills)
     assert found["left"] == ([] if kind in TRAINERS else ["last.ckpt"])

@@ -362,6 +362,7 @@ print(peak_growth(lambda: load(sys.argv[1] + "/state.ckpt")))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak of a process")
+@pytest.mark.long
 def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
     """192 MiB of weights: less than a tensor of 16 MiB is added at any moment; each thread that checks holds 1 MiB."""
     done = subprocess.run(

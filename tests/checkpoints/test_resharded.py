@@ -35,6 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 2, 1])
+@pytest.mark.long
 def test_what_four_ranks_saved_resumes_bitwise_on_any_number(ranks: int, saved: tuple[Path, Any]) -> None:
     folder, straight = saved
     resumed = launch(folder, ranks, "resume")

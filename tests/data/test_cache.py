@@ -208,6 +208,7 @@ assert cached("a", build).tokens.tolist() == [1, 2, 3]
 """
 
 
+@pytest.mark.long
 def test_of_several_processes_one_builds(folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -262,6 +263,7 @@ print(store.documents)
 """
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_amid_a_build_leaves_nothing_that_counts_and_no_lock(folder, tmp_path):
     source = tmp_path / "texts.jsonl"
     source.write_text("\n".join(f'{{"text": "{"x" * 1000}"}}' for _ in range(6000)))

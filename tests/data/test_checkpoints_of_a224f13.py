@@ -66,6 +66,7 @@ def beyond_noise(weights: dict[str, torch.Tensor], then: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_an_older_checkpoint_goes_on(name: str, tmp_path: Path) -> None:
     path = shutil.copy(FOLDER / f"{name}.ckpt", tmp_path)
     assert differing(name, fitted(CASES[name](), resume=Path(path))) == []
@@ -100,6 +101,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, t
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.long
 def test_an_older_checkpoint_of_two_ranks_goes_on(
     name: str, two_ranks: dict[str, dict[str, torch.Tensor]]
 ) -> None:

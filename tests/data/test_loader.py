@@ -63,6 +63,7 @@ def test_an_epoch_holds_every_token_once_over_all_ranks_and_a_resume(
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a single core
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("done", [0, 3, 7])
+@pytest.mark.long
 def test_workers_and_their_number_change_nothing(world_size, done):
     for rank in range(world_size):
         plain = loader_of(61, rank=rank, world_size=world_size)

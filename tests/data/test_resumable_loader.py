@@ -110,6 +110,7 @@ def seed():
 
 @pytest.mark.parametrize("name", SWEPT)
 @pytest.mark.parametrize("as_made", [0, 2])
+@pytest.mark.long
 def test_batches_and_global_numbers_are_those_of_torchs_loader_whatever_the_workers(name, as_made):
     draws = lambda: torch.rand(3)  # noqa: E731 # as a training step with dropout would
     seed()

@@ -97,6 +97,7 @@ def test_batches_and_generators_are_torchs_after_every_batch(kind, options, is_g
 @pytest.mark.parametrize("kind", [shuffled, pytest.param(replaced, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", MADE_WITH)
 @pytest.mark.parametrize("at", [(0, 1), (1, 0), (1, 2)])
+@pytest.mark.long
 def test_what_is_resumed_goes_on_as_torchs_loader_does(kind, options, is_given, at):
     limit = 3
     ends = (limit, limit, limit)

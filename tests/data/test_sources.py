@@ -348,6 +348,7 @@ def test_an_error_of_reading_is_the_same_with_processes(tmp_path, monkeypatch):
         read(tmp_path, processes=2)
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_told_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)

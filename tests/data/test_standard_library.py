@@ -80,6 +80,7 @@ def test_with_neither_it_says_what_to_do(library, monkeypatch):
         standard_library_documents()
 
 
+@pytest.mark.long
 def test_the_standard_library_is_there_and_is_read_once(monkeypatch):
     store = Corpus(tokenizer_name="bytes", options=DocumentOptions()).read("python-stdlib")
     assert store.documents > 5000

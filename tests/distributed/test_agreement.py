@@ -23,6 +23,7 @@ def test_a_rank_that_ends_ends_its_peers(tmp_path: Path, how: str, told: str) ->
     assert path.read_text().startswith(told)
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_strategy_says(tmp_path: Path) -> None:
     """Every group that we make or have made has the default group's timeout, not torch's 30 minutes."""
     found = two_ranks("two_ranks_stalled", tmp_path)

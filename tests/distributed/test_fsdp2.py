@@ -16,6 +16,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("sweep", SWEEPS)
+@pytest.mark.long
 def test_a_retry_after_any_allocation_failed_is_bitwise_a_run_without_the_fault(
     found: dict[str, Any], sweep: str
 ) -> None:

@@ -25,6 +25,7 @@ def found(folder):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 nested"])
+@pytest.mark.long
 def test_gradients_are_bitwise_the_same_and_just_the_activations_move(found, kind, checkpointed):
     for rank in ("rank 0", "rank 1"):
         here, alone = found[rank][f"{kind} {checkpointed}"], found[rank][f"alone {checkpointed}"]
@@ -68,6 +69,7 @@ def test_weights_gradients_and_states_are_on_the_host_too(found):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("on_the_host", [False, True])
+@pytest.mark.long
 def test_a_rank_takes_what_was_predicted(found, on_the_host, offloads):
     callbacks = [ActivationOffload(min_bytes=4096)] if offloads else []
     strategy = FSDP2Strategy(cpu_offload=on_the_host)
@@ -79,6 +81,7 @@ def test_a_rank_takes_what_was_predicted(found, on_the_host, offloads):
 
 
 @pytest.mark.parametrize("mode", COMPENSATIONS, ids=" ".join)
+@pytest.mark.long
 def test_shards_on_the_host_are_compensated_and_saved_there(found, mode):
     plugins = {"plugins": [PureBF16Precision(*mode)]}
     trainer = {"strategy": FSDP2Strategy(cpu_offload=True), "devices": 2, **plugins}
@@ -91,6 +94,7 @@ def test_shards_on_the_host_are_compensated_and_saved_there(found, mode):
     assert predicted.offloaded_bytes == pytest.approx(alone.phases["optimizer"] - ids().nbytes, abs=1024)
 
 
+@pytest.mark.long
 def test_what_a_forward_makes_from_nothing_is_on_the_device():
     """A forward within the closure of a step; its first operator has no tensor to tell where it is."""
 

@@ -34,6 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.long
 def test_each_rank_holds_exactly_its_slice(source: str, ranks: list[dict[str, Any]]) -> None:
     for name, value in values().items():
         rows = torch.chunk(value.bfloat16(), 2)

@@ -37,6 +37,7 @@ def memkit(folder: Path, *options: str) -> str:
 
 
 @pytest.mark.filterwarnings("default")  # a user's run, in which they are no errors
+@pytest.mark.long
 def test_the_lean_config_trains_within_its_budget(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def test_a_size_is_rounded_up_to_a_power_of_two(size, taken):
     assert pinned_size(size) == taken
 
 
+@pytest.mark.long
 def test_nothing_goes_back_where_there_is_no_accelerator():
     command = [sys.executable, "-c", WITHOUT_A_DEVICE]
     done = subprocess.run(command, env={"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)

@@ -108,6 +108,7 @@ def test_batches_that_are_one_step_are_weighed_as_one() -> None:
     assert largest_difference(weights, unsplit(window=2)) < 1e-13
 
 
+@pytest.mark.long
 def test_any_allocation_of_a_step_may_fail() -> None:
     """In forward or backward the batch is taken again; the optimizer's own step is finished where it stopped."""
     truth, retries = unsplit(), 0
@@ -141,6 +142,7 @@ def test_a_batch_that_does_not_split_runs_whole() -> None:
     assert seen == [ROWS]
 
 
+@pytest.mark.long
 def test_the_engine_loads_no_lightning() -> None:
     """A subprocess: what is imported here already would hide it."""
     code = (

@@ -116,6 +116,7 @@ def assert_bits(first: list[Tensor], second: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
+@pytest.mark.long
 def test_every_fault_of_a_step_leaves_no_trace(name: str, faulty_step: int) -> None:
     build, every = {**OPTIMIZERS, **MORE}[name], 1 if name.startswith(("AdamW", "SGD")) else 5
     assert_every_fault_leaves_no_trace(build, shapes_for(name), PLAIN, faulty_step, every=every)
@@ -124,6 +125,7 @@ def test_every_fault_of_a_step_leaves_no_trace(name: str, faulty_step: int) -> N
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
 @pytest.mark.parametrize("compensation", [EXACT, COMPACT, STOCHASTIC], ids=["exact", "kahan", "stochastic"])
 @pytest.mark.parametrize("name", ["AdamW-foreach", "SGD", "NAdam", "Lion"])
+@pytest.mark.long
 def test_every_fault_of_a_compensated_step_leaves_no_trace(
     name: str, compensation: dict[str, Any], faulty_step: int
 ) -> None:

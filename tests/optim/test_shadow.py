@@ -56,6 +56,7 @@ def norm_ratio_under_decay(mode: str | None, start: torch.Tensor) -> float:
         (None, 1.0, 1e-3),  # plain bfloat16: decay vanishes
     ],
 )
+@pytest.mark.long
 def test_weight_decay_acts_inside_the_compensated_sum(mode, expected, tolerance):
     assert norm_ratio_under_decay(mode, torch.randn(2000)) == pytest.approx(expected, abs=tolerance)
 
@@ -70,6 +71,7 @@ def drifted(mode: str, update: float, steps: int = 10_000) -> float:
     return next(iter(handle.float32_weights()))[1].item()
 
 
+@pytest.mark.long
 def test_small_updates_add_up():
     master = Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([master], lr=1e-4, foreach=False)
@@ -105,6 +107,7 @@ def second_moment_after_a_drop(states: str | None) -> float:
     return optimizer.state[parameter]["exp_avg_sq"].double().mean().item()
 
 
+@pytest.mark.long
 def test_a_compact_second_moment_does_not_stall():
     truth = second_moment_after_a_drop(None)
     assert second_moment_after_a_drop("compact") == pytest.approx(truth, rel=0.05)

@@ -33,6 +33,7 @@ def weight() -> list[torch.nn.Parameter]:
 
 
 @needs_bitsandbytes
+@pytest.mark.long
 def test_they_are_there_where_they_were_asked_for_only():
     found = plan(Language, batch(2, 32), LEAST, trainer=FULL)
     assert not any(row.family.optimizer for row in found.rows)
@@ -51,6 +52,7 @@ def test_they_are_there_where_they_were_asked_for_only():
 
 
 @needs_bitsandbytes
+@pytest.mark.long
 def test_in_code_the_plan_says_the_line_to_write():
     def build() -> Language:
         return Language(lambda *args, **kwargs: AdamW(*args, betas=(0.9, 0.95), **kwargs))
@@ -71,6 +73,7 @@ def test_in_code_the_plan_says_the_line_to_write():
 
 
 @needs_bitsandbytes
+@pytest.mark.long
 def test_where_nothing_fits_it_says_what_8_bits_would_take():
     found = plan(Language, batch(2, 32), Budget("100KiB", "cpu"), trainer=FULL)
     assert "AdamW could keep its states in 8 bits" in str(found)
@@ -80,6 +83,7 @@ def test_where_nothing_fits_it_says_what_8_bits_would_take():
     assert other.hint == ""
 
 
+@pytest.mark.long
 def test_optimizers_without_an_8_bit_equivalent_are_named(monkeypatch):
     with pytest.raises(ValueError, match="optimizer_states='8-bit' is unknown; write 'given' or 'open'"):
         plan(Language, batch(2, 32), LEAST, optimizer_states="8-bit")  # pyright: ignore
@@ -133,6 +137,7 @@ def test_the_8_bit_optimizer_takes_nearly_the_same_steps(optimizer):
 
 
 @needs_bitsandbytes
+@pytest.mark.long
 def test_the_planned_config_trains_in_8_bits(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path, planned = config(tmp_path, plugins=[], precision="32-true"), tmp_path / "planned.yaml"

@@ -71,6 +71,7 @@ def line(table: str, name: str) -> str:
     return next(text for text in table.splitlines() if text.startswith(name))
 
 
+@pytest.mark.long
 def test_what_is_released_on_the_host_and_in_chunks():
     kept = [ActivationCheckpointing("full"), ChunkedLoss(), OptimizerOffload(), GradientRelease()]
     given = {"plugins": PureBF16Precision(), "callbacks": kept}
@@ -96,6 +97,7 @@ def test_what_is_released_on_the_host_and_in_chunks():
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.long
 def test_what_other_ranks_have(stage):
     choice = shardings()[stage - 1]
     given = {"plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")], "devices": 4}

@@ -69,6 +69,7 @@ def test_training_as_planned_takes_what_was_predicted():
     assert found.config()["trainer"]["callbacks"] == [{"class_path": "lightning_memkit.GradientRelease"}]
 
 
+@pytest.mark.long
 def test_a_budget_that_only_released_gradients_fit():
     least = min(
         row.taken_bytes
@@ -81,6 +82,7 @@ def test_a_budget_that_only_released_gradients_fit():
 
 
 @NEEDS_COMPILER
+@pytest.mark.long
 def test_states_on_the_host_and_released_gradients_take_what_a_run_takes():
     """Where a card holds little more than the weights; on an accelerator that counts bytes."""
 
@@ -122,6 +124,7 @@ class Sparse(Language):
         (Language, {"callbacks": [MemoryBudget("64MiB", 2)]}, "the trial step of the MemoryBudget"),
     ],
 )
+@pytest.mark.long
 def test_what_release_can_not_go_with_is_said_and_not_planned(module, given, said):
     given = {"precision": "32-true", **given}
     given["callbacks"] = [ActivationCheckpointing("full"), *given.get("callbacks", [])]
@@ -131,6 +134,7 @@ def test_what_release_can_not_go_with_is_said_and_not_planned(module, given, sai
     assert any(f"No choice of gradients here: {said}" in note for note in found.notes)
 
 
+@pytest.mark.long
 def test_on_a_card_without_bfloat16_the_scaler_needs_all_gradients():
     found = plan(
         Language,
@@ -145,6 +149,7 @@ def test_on_a_card_without_bfloat16_the_scaler_needs_all_gradients():
     assert any("the scaler of float16" in note for note in found.notes)
 
 
+@pytest.mark.long
 def test_ranks_that_share_weights_may_release_their_gradients():
     callbacks = [ActivationCheckpointing("full"), ActivationOffload()]
     given = {"devices": 4, "plugins": PureBF16Precision(), "callbacks": callbacks}

@@ -82,6 +82,7 @@ def test_what_an_earlier_fit_measured_counts_after_forks_have_ended(monkeypatch,
 
 
 @NEEDS_COMPILER
+@pytest.mark.long
 def test_beside_an_accelerator_that_has_run_a_backward_a_tape_is_not_free():
     """In a process of its own: the forks of this one would end, too."""
     code = """

@@ -56,6 +56,7 @@ def fit(scheduler: str, *callbacks: Any, dtype: torch.dtype, **options: Any) -> 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("size", ["auto", 3])
+@pytest.mark.long
 def test_a_scheduler_of_accumulation_trains_as_without(scheduler: str, size: Any) -> None:
     plain, steps = fit(scheduler, dtype=torch.float64)
     split, steps_in_parts = fit(scheduler, MemoryBudget("1GiB", micro_batch_size=size), dtype=torch.float64)

@@ -62,6 +62,7 @@ def moved(module: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.long
 def test_only_the_module_and_its_optimizer_hold_what_was_trained(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def found(folder: Path, options: list[dict[str, Any]], asynchronous: bool) -> di
 
 @pytest.mark.usefixtures("slow_writes")
 @pytest.mark.parametrize("name", KEEPERS)
+@pytest.mark.long
 def test_what_is_kept_is_what_is_kept_without_a_thread(name: str, tmp_path: Path) -> None:
     kept = [found(tmp_path / str(number) / "new", KEEPERS[name], bool(number)) for number in (0, 1)]
     assert kept[0]

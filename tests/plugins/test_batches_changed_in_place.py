@@ -41,6 +41,7 @@ def through_data(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss", [halved, centred, corrupted, through_data])
 @pytest.mark.parametrize("size", [1, 3, "auto"])
+@pytest.mark.long
 def test_a_step_that_does_is_split(loss: Any, size: Any) -> None:
     """It was refused: "samples act on each other where there are many", as the whole batch had been changed twice."""
     assert_same(loss, as_given, micro_batch_size=size)

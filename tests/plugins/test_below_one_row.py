@@ -95,6 +95,7 @@ def below(bytes_: int, share: float) -> str:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.long
 def test_a_budget_below_one_row_trains_with_the_unchunked_result(
     batch_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_budget_below_one_row_trains_with_the_unchunked_result(
     assert not any("forward" in vars(part) for part in module.modules())
 
 
+@pytest.mark.long
 def test_the_whole_batch_of_a_loss_that_compares_rows() -> None:
     plain, _ = run(batch_size=4, pairs=True)
     budget = MemoryBudget("1GiB", within="modules", micro_batch_size=1)
@@ -190,6 +192,7 @@ def test_the_smallest_chunk_that_does_not_fit_is_named() -> None:
         run(MemoryBudget(below(peak_of_a_row(), 0.3)))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_the_chunks_of_the_one_it_resumes(tmp_path: Path) -> None:
     def resumed(first: Callable[[], list[Callback]], then: list[Callback]) -> Tensor:
         _, half = run(*first())  # an epoch
@@ -209,6 +212,7 @@ def test_a_run_goes_on_in_the_chunks_of_the_one_it_resumes(tmp_path: Path) -> No
     assert float((found - resumed(lambda: [], [])).abs().max()) <= 1e-11
 
 
+@pytest.mark.long
 def test_an_allocation_that_fails_anywhere_is_retried_in_smaller_chunks() -> None:
     assert_retried_wherever_it_fails(run, below(peak_of_a_row(), 0.75), "chunk_tokens", 8)
 

@@ -68,6 +68,7 @@ def fitted(loss: Loss, size: Any) -> tuple[Tensor, list[float]]:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.long
 def test_micro_batches_of_that_class_alone_count_nothing_and_spoil_nothing(loss: Loss, size: Any) -> None:
     (ours, logged), (plain, expected) = fitted(loss, size), fitted(loss, None)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)

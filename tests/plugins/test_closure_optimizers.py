@@ -72,6 +72,7 @@ def fit(module: Regression, *callbacks: Any, **options: Any) -> dict[str, Tensor
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 5.0}])
+@pytest.mark.long
 def test_a_batch_in_parts_trains_as_the_whole_one(name: str, options: dict[str, Any]) -> None:
     plain = fit(Regression(OPTIMIZERS[name], torch.float64), **options)
     split = fit(Regression(OPTIMIZERS[name], torch.float64), MemoryBudget(micro_batch_size=5), **options)

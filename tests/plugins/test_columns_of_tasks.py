@@ -124,6 +124,7 @@ def fitted(
 @pytest.mark.parametrize("missing", [0.6, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.long
 def test_each_column_is_weighed_by_its_own_count(loss: Loss, size: int, missing: float) -> None:
     (ours, logged), (plain, expected) = (fitted(loss, one, missing) for one in (size, None))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
@@ -133,6 +134,7 @@ def test_each_column_is_weighed_by_its_own_count(loss: Loss, size: int, missing:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", ["summed", "means, clamped near zero", "learned", "one by one"])
+@pytest.mark.long
 def test_a_batch_may_lack_a_task(loss: str, size: int) -> None:
     (ours, logged), (plain, expected) = (
         fitted(LOSSES[loss], one, 0.85, has_all=False) for one in (size, None)
@@ -142,6 +144,7 @@ def test_a_batch_may_lack_a_task(loss: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("loss", [of_means(1e-3), of_one_mean(1e-3), LOSSES["summed"]])
+@pytest.mark.long
 def test_a_clamp_is_known_as_float32_rounds_it(loss: Loss) -> None:
     (ours, logged), (plain, expected) = (fitted(loss, one, 0.6, torch.float32) for one in (3, None))
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

@@ -92,6 +92,7 @@ def fit(size: Any, hook: Hook | None, *, steps: bool = True, **trainer_options: 
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 @pytest.mark.parametrize("hook", [halve, clamp, exchange, count])
 @pytest.mark.parametrize("batches_a_step", [1, 2])
+@pytest.mark.long
 def test_they_get_each_gradient_once_with_all_micro_batches_in_it(
     hook: Hook, size: Any, batches_a_step: int
 ) -> None:

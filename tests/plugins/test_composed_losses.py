@@ -152,6 +152,7 @@ def run(tree: Tree, *callbacks: MemoryBudget) -> Composed:
 @pytest.mark.parametrize(
     "seed", [*range(SEEDS), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS, 150))]
 )
+@pytest.mark.long
 def test_a_loss_that_was_drawn_trains_as_whole_or_is_refused(seed: int, recwarn: Any) -> None:
     rng = random.Random(seed)
     tree = drawn(rng, DEPTH)
@@ -203,6 +204,7 @@ def test_a_constant_beside_a_kept_mean_below_a_learned_factor_is_refused(tree: T
     ids=str,
 )
 @pytest.mark.sampled(4)
+@pytest.mark.long
 def test_it_is_split_where_the_factor_sees_no_constant_or_the_mean_is_not_kept(tree: Tree, size: int) -> None:
     split = run(tree, MemoryBudget("1GiB", micro_batch_size=size, within="step"))
     torch.testing.assert_close(weights(split), weights(run(tree)), rtol=1e-9, atol=1e-11)

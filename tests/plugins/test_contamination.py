@@ -100,6 +100,7 @@ class Dropping(CausalLM):
 
 
 @pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.long
 def test_a_training_ends_as_without_the_probe(budget):
     ends, logged = [], []
     for probe in ([], [ContaminationProbe()]):

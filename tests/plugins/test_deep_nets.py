@@ -51,6 +51,7 @@ def fitted(seed: int, coupling: float = 0.0) -> MemoryBudget:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.long
 def test_a_deep_net_is_split(seed: int) -> None:
     """The rounding of its backward alone, which a scaled loss shows, is a twentieth of what its forward makes."""
     assert [change.micro_batch_size for change in fitted(seed).history] == [5]

@@ -304,6 +304,7 @@ def test_only_names_of_bitsandbytes_load_it(words, named, tmp_path, monkeypatch)
         assert classes_named_in(words) == ()
 
 
+@pytest.mark.long
 def test_bitsandbytes_is_imported_by_its_name_only_and_its_absence_is_one_line(config, tmp_path):
     program = (
         "import sys; from lightning_memkit.cli import main\n"

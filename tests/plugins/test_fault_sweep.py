@@ -31,6 +31,7 @@ def quiet():
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.long
 def test_a_fault_at_a_sample_of_the_points_leaves_no_trace(model: str, optimizer: str) -> None:
     step = (MODELS.index(model) + OPTIMIZERS.index(optimizer)) % 2
     tally = run_case(Case(model=model, optimizer=optimizer, step=step), 3)
@@ -41,6 +42,7 @@ def test_a_fault_at_a_sample_of_the_points_leaves_no_trace(model: str, optimizer
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", CHANGING)
+@pytest.mark.long
 def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(model: str) -> None:
     """A teacher, counters, lists, a plain object, a hook's variable, a callback's counter, the batch."""
     tally = run_case(Case(model=model, optimizer=changing_optimizer(model), step=1), 8)
@@ -51,6 +53,7 @@ def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(mode
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("model", IN_CHUNKS)
+@pytest.mark.long
 def test_a_fault_leaves_no_trace_where_modules_run_in_chunks(model: str, step: int) -> None:
     """Of rows, with the batch whole; of tokens, with micro-batches of one row."""
     case = Case(model=model, optimizer="for_loop", step=step)
@@ -64,6 +67,7 @@ def test_a_fault_leaves_no_trace_where_modules_run_in_chunks(model: str, step: i
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.long
 def test_a_fault_at_any_point_of_a_step_that_changes_everything_leaves_no_trace(step: int) -> None:
     """With an optimizer whose buffers and counters are its own; each allocation of the step once."""
     tally = run_case(Case(model="everything", optimizer="own_buffers", step=step), None)
@@ -76,6 +80,7 @@ def test_a_fault_at_any_point_of_a_step_that_changes_everything_leaves_no_trace(
 @pytest.mark.parametrize(
     ("model", "optimizer", "step"), [("transformer", "for_loop", 0), ("cnn", "kahan", 1)]
 )
+@pytest.mark.long
 def test_a_fault_of_the_devices_allocator_leaves_no_trace(model: str, optimizer: str, step: int) -> None:
     tally = run_case(Case(model=model, optimizer=optimizer, step=step, kind="allocator"), 5)
     assert not tally.failures
@@ -134,6 +139,7 @@ def outcome_of(result: End | None, expected: End, **values) -> Outcome:
     return Outcome(result=result, expected=expected, **{**known, **values})
 
 
+@pytest.mark.long
 def test_an_outcome_is_held_against_the_run_of_its_own_partition(ends: tuple[Case, End, End]) -> None:
     case, plain, smaller = ends
     assert plain.partition == ((0, 2, None, None),)

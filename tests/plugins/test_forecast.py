@@ -76,6 +76,7 @@ CASES = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_the_predicted_size_is_verified_by_one_trial(predicting, monkeypatch, case):
     callbacks, options = CASES[case]
     budget = MemoryBudget("4MiB")
@@ -107,6 +108,7 @@ def test_pure_bfloat16_is_predicted_with_its_compensation(predicting):
     )
 
 
+@pytest.mark.long
 def test_training_is_the_same_with_a_prediction_and_without(predicting, monkeypatch):
     def weights() -> dict[str, torch.Tensor]:
         torch.manual_seed(3)
@@ -142,6 +144,7 @@ def test_the_card_is_that_of_the_run_though_a_fork_finds_none(monkeypatch):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("off", [0.5, 0.8, 1.3, 3.0])
+@pytest.mark.long
 def test_a_wrong_prediction_is_corrected_by_what_was_measured(predicting, monkeypatch, off):
     right = measuring()
 
@@ -209,6 +212,7 @@ def test_a_plan_counts_on_the_residual_of_its_device(monkeypatch, tmp_path):
     assert "120.0% of what is predicted, as earlier runs on this device had it" in said
 
 
+@pytest.mark.long
 def test_where_nothing_fits_it_says_what_would_as_predicted(predicting):
     with pytest.raises(BudgetError, match="What fits, as predicted: ") as caught:
         trained(MemoryBudget("2600KiB"))
@@ -234,6 +238,7 @@ def sgd() -> Language:
     return Language(torch.optim.SGD, layers=6)  # "auto" assumes AdamW's states at first
 
 
+@pytest.mark.long
 def test_what_auto_leaves_unused_is_used_after_all():
     none, full = (
         trained_peak(MemoryBudget("1GiB", micro_batch_size=8), *policy)
@@ -255,6 +260,7 @@ def trained_peak(budget: MemoryBudget, *callbacks: Any) -> int:
     return budget.peak_bytes
 
 
+@pytest.mark.long
 def test_what_auto_takes_too_much_is_made_again():
     """Compensation and float32 sums of gradients are not in its first estimate."""
 

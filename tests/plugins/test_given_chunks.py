@@ -66,6 +66,7 @@ def fit(kind: str, *callbacks: Any) -> Unsplittable:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", ["contrastive", "contrastive later", "teacher", "hardest"])
+@pytest.mark.long
 def test_the_loss_is_the_whole_batch_s_and_the_tower_runs_in_chunks_of_that_size(
     kind: str, size: int
 ) -> None:

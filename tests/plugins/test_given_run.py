@@ -70,6 +70,7 @@ def fitted(recipe: str, *callbacks: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.long
 def test_the_report_predicts_the_same_without_forks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def told() -> tuple[Any, torch.Tensor]:
         torch.manual_seed(1)
@@ -91,6 +92,7 @@ def test_the_report_predicts_the_same_without_forks(recipe: str, monkeypatch: py
     assert torch.equal(weights(fitted(recipe)), again)
 
 
+@pytest.mark.long
 def test_a_budget_forecasts_the_same_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_forecast, "PAYS_FROM_PARAMETERS", 0)
 

@@ -61,6 +61,7 @@ VALUE: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "
 @pytest.mark.parametrize("bundle_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("clipping", [{}, NORM, VALUE], ids=["free", "norm", "value"])
 @pytest.mark.parametrize("bf16", ["", "kahan", "stochastic"])
+@pytest.mark.long
 def test_weights_are_bitwise_those_without_it(bf16, clipping, bundle_bytes):
     release = GradientRelease(bundle_bytes=bundle_bytes)
     assert torch.equal(run(bf16=bf16, **clipping), run(release, bf16=bf16, **clipping))
@@ -459,6 +460,7 @@ def test_a_memory_budget_of_one_part_goes_with_it():
         run(MemoryBudget("1GiB", micro_batch_size=4, recover=False), GradientRelease(), module=Free)
 
 
+@pytest.mark.long
 def test_trials_of_a_memory_budget_are_no_previous_step(tmp_path):
     """Its trial steps run with other gradients, before the first step and after a resume."""
 

@@ -58,6 +58,7 @@ class Replaying(MemoryBudget):
     ("size", "expected"),
     [(1, [(0, 1, 48), (4, 1, None)]), (2, [(0, 2, 48), (4, 1, 48)])],
 )
+@pytest.mark.long
 def test_a_run_whose_parts_are_formed_by_tokens_is_repeated_from_its_history(
     size: int, expected: list[Any]
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_run_whose_parts_are_formed_by_tokens_is_repeated_from_its_history(
     assert not torch.equal(weights(module), weights(other))
 
 
+@pytest.mark.long
 def test_a_change_within_an_accumulation_window_tells_its_batch() -> None:
     options: dict[str, Any] = {"max_steps": 3}
     faulty = Failing(4, at=3, effective_batch_size=16)

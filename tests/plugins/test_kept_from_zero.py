@@ -174,6 +174,7 @@ def trained(
         by_python_from_2,
     ],
 )
+@pytest.mark.long
 def test_it_is_the_batch_s_or_refused(loss: Loss, seed: int, size: int) -> None:
     """The sum of the micro-batches' divisors was taken for the total, unsaid."""
     weights, reported, _ = trained(loss, seed, None)
@@ -223,6 +224,7 @@ def of_the_last_class(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
     ("loss", "seed"), [(seldom, 0), (seldom_of_all, 0), (of_the_last_class, 0), (of_the_last_class, 1)]
 )
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.long
 def test_a_batch_of_a_window_that_counts_nothing_adds_nothing(loss: Loss, seed: int, size: int) -> None:
     """Its divisor, clamped at 1, was added to those of the others, unsaid: weights were off by 0.7 to 4 %."""
     weights, _, _ = trained(loss, seed, None, rows=2 * ROWS)
@@ -252,6 +254,7 @@ def clamped_at(least: int, bound: float) -> Loss:
         (clamped_at(2, 0.5), 1, "can't prove by what training_step divides"),
     ],
 )
+@pytest.mark.long
 def test_what_a_window_can_not_prove_is_warned_of(loss: Loss, seed: int, words: str) -> None:
     """Rows of several loader batches are never there together: weights were off by 0.9 to 3.5 %, unsaid."""
     with pytest.warns(UserWarning, match=words):
@@ -497,6 +500,7 @@ def halved(module: Detector, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("loss", [by_own_weights, masked, hinge])
+@pytest.mark.long
 def test_looking_at_a_batch_keeps_the_budget(loss: Loss, size: int) -> None:
     """Where the whole batch does not fit, two micro-batches as one tell of what adds up."""
     ours = of_wide_rows(loss, MemoryBudget("3MiB", micro_batch_size=size, within="step"))
@@ -504,6 +508,7 @@ def test_looking_at_a_batch_keeps_the_budget(loss: Loss, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.long
 def test_a_divisor_of_no_law_needs_a_whole_batch_that_fits(size: int) -> None:
     with pytest.raises(BudgetError, match="can't be run as one"):
         of_wide_rows(by_the_root, MemoryBudget("3MiB", micro_batch_size=size, within="step"))

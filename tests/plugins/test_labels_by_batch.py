@@ -77,6 +77,7 @@ def fit(kinds: str, size: Any, *, own: bool, ignored: bool) -> Tensor:
 @pytest.mark.parametrize("own", [False, True], ids=["observed", "compared"])
 @pytest.mark.parametrize("size", [1, 3, "auto"])
 @pytest.mark.parametrize("kinds", ["iiisiisi", "siiisiii", "iiiliili", "isisisis"])
+@pytest.mark.long
 def test_each_batch_is_weighed_by_what_its_own_labels_tell(kinds: str, size: Any, own: bool) -> None:
     """MixUp that is drawn in some batches: training ended with an error about a weigh_by that nobody had written."""
     for ignored in (False, True) if "l" not in kinds else (False,):

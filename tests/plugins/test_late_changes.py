@@ -211,6 +211,7 @@ class Unfrozen(Net):
 @pytest.mark.parametrize(
     ("step", "kind"), [*((step, Net) for step in CHANGES), (averages_unfrozen, Unfrozen)]
 )
+@pytest.mark.long
 def test_late_state_that_does_not_compose_is_refused_before_it_does_harm(step: Step, kind: type[Net]) -> None:
     kept: list[dict[str, Any]] = []
 

@@ -72,6 +72,7 @@ def fitted(
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=["int", "float"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.long
 def test_a_number_that_was_right_by_chance_is_looked_up(
     loss: Callable[[Rows, Tensor, Tensor], Tensor], size: int, dtype: torch.dtype
 ) -> None:
@@ -102,6 +103,7 @@ LATE = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("loss", LATE.values(), ids=LATE)
+@pytest.mark.long
 def test_a_divisor_that_was_clamped_in_all_batches_before_is_looked_up_where_there_is_more_to_count(
     loss: Callable[[Rows, Tensor, Tensor], Tensor], size: int
 ) -> None:
@@ -124,6 +126,7 @@ SEVEN = [[1, 1, 0, 1, 1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("loss", CAPPED.values(), ids=CAPPED)
+@pytest.mark.long
 def test_a_divisor_that_is_capped_where_there_is_more_to_count_is_refused_there(
     loss: Callable[[Rows, Tensor, Tensor], Tensor],
 ) -> None:
@@ -207,6 +210,7 @@ SOME = [[1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("loss", [mined, mined_by_index, mined_by_slice])
+@pytest.mark.long
 def test_a_choice_that_begins_in_a_later_micro_batch_is_compared(
     loss: Callable[[Rows, Tensor, Tensor], Tensor],
 ) -> None:

@@ -201,12 +201,14 @@ def padded(batch: Batch, generator: torch.Generator) -> None:
         (fused_over_tokens, padded),
     ],
 )
+@pytest.mark.long
 def test_data_that_makes_a_loss_another_one(
     loss: Callable[[Net, Batch], Tensor], later: Callable[[Batch, torch.Generator], None]
 ) -> None:
     assert_never_wrong(loss, later)
 
 
+@pytest.mark.long
 def test_tasks_with_missing_labels_are_split_all_the_same() -> None:
     plain, _ = fitted(tasks_with_labels, with_missing_labels)
     for size in (1, 3, "auto"):
@@ -249,6 +251,7 @@ def plainly_weighed(module: Net, batch: Batch) -> Tensor:
         (plainly_weighed, weighed_by_counts),
     ],
 )
+@pytest.mark.long
 def test_a_step_that_changes_in_the_middle_of_a_run(
     first: Callable[[Net, Batch], Tensor], then: Callable[[Net, Batch], Tensor]
 ) -> None:
@@ -273,6 +276,7 @@ def mean_over_users(module: Net, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [by_frequency, unique_users, mean_over_users])
+@pytest.mark.long
 def test_rows_with_one_id_among_many(loss: Callable[[Net, Batch], Tensor]) -> None:
     """Of 300 ids, 32 rows share some: five rows that are chosen at random hardly do."""
     assert_never_wrong(loss, rows=(32, 32, 32))
@@ -315,6 +319,7 @@ def two_masks_of_one_view(module: Net, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [two_means_of_one_view, two_masks_of_one_view])
+@pytest.mark.long
 def test_two_reductions_of_one_view_are_split_exactly(loss: Callable[[Net, Batch], Tensor]) -> None:
     """Each has its own divisor, though autograd shows one node for the view that both reduce."""
     plain_weights, _ = fitted(loss)
@@ -342,6 +347,7 @@ def mixed_up(module: Net, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [one_draw_for_all, mixed_up])
+@pytest.mark.long
 def test_a_number_that_is_drawn_for_the_whole_batch_is_drawn_once(
     loss: Callable[[Net, Batch], Tensor],
 ) -> None:

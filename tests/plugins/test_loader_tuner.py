@@ -173,6 +173,7 @@ def test_samples_and_their_order_are_those_of_the_loader_without_it(times):
     ],
 )
 @pytest.mark.parametrize(("step", "load"), [(5, 0.15), (STEPS, 0.15), (STEPS + 17, 0.05)])
+@pytest.mark.long
 def test_a_resumed_training_goes_on_with_the_batch_that_came_next(times, tmp_path, step, load, asks, as_made):
     def tuner():
         return times(LoaderTuner(), load=load)
@@ -257,6 +258,7 @@ def test_a_loader_that_needs_no_workers_gives_them_up_between_epochs(times):
 @pytest.mark.parametrize(
     ("options", "shared", "most"), [({}, 2**40, 3), ({"max_workers": 2}, 2**40, 2), ({}, 100, 2), ({}, 60, 0)]
 )
+@pytest.mark.long
 def test_workers_stay_within_memory_and_the_users_limit(times, monkeypatch, options, shared, most):
     tuner = times(LoaderTuner(**options), load=0.15)
     room = HostMemory(shared_bytes=shared, ram_bytes=2**40)
@@ -426,6 +428,7 @@ class Hooked(Network):
         ({}, [partial(MemoryBudget, "1GiB", micro_batch_size=2)], Network, False),
     ],
 )
+@pytest.mark.long
 def test_batches_are_copied_ahead_unless_somebody_wants_them_on_the_host(
     times, load, options, callbacks, module, ahead
 ):

@@ -68,6 +68,7 @@ def fit(loss: Any, size: Any, *, dropout: float = 0.0, dtype: Any = torch.float6
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("loss", [hardest, of_limited_capacity, without_the_farthest])
+@pytest.mark.long
 def test_they_are_refused_before_a_step_is_wrong(loss: Any, dtype: Any, dropout: float) -> None:
     with pytest.raises(
         BudgetError, match=r"whole batch, and of .* for its micro-batches.*micro_batch_size = "

@@ -42,6 +42,7 @@ def hinge(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss", [clamped, by_python, beside_another, hinge])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.long
 def test_rows_that_a_later_mask_drops_count_nothing(loss: Any, size: int) -> None:
     """In micro-batches of one row the number of rows was believed to be what is counted."""
     assert_same(loss, with_depth, micro_batch_size=size)

@@ -33,6 +33,7 @@ def difference(a: nn.Module, b: nn.Module) -> float:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("micro_batch_size", [1, 3, "auto"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.long
 def test_twenty_steps_in_parts_are_the_unsplit_batch_s(dtype: torch.dtype, micro_batch_size: Any) -> None:
     whole, _ = trained(dtype=dtype)
     parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=micro_batch_size), dtype=dtype)
@@ -45,6 +46,7 @@ def test_lightning_s_own_accumulation_is_the_control_that_differs() -> None:
     assert difference(whole, control) >= 1e-3
 
 
+@pytest.mark.long
 def test_loader_batches_accumulate_exactly_to_an_effective_batch() -> None:
     whole, _ = trained(dtype=torch.float64)
     budget = MemoryBudget("1GiB", micro_batch_size=1, effective_batch_size=8)
@@ -104,6 +106,7 @@ def test_parts_without_a_loss_are_skipped_as_batches_are() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+@pytest.mark.long
 def test_lightning_s_own_precisions_work(precision: Any) -> None:
     whole, _ = trained(precision=precision, max_steps=5)
     parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=3), precision=precision, max_steps=5)
@@ -143,6 +146,7 @@ def digits(batch_size: int = 16, shuffle: bool = True) -> DataLoader:
 
 
 @pytest.mark.parametrize("name", ["demo transformer", "boring", "digits"])
+@pytest.mark.long
 def test_modules_of_others_train_as_unsplit(name: str) -> None:
     def make() -> tuple[LightningModule, DataLoader]:
         if name == "demo transformer":
@@ -298,12 +302,14 @@ class SampleMean(TokenTagger):
 
 
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
+@pytest.mark.long
 def test_the_probe_finds_what_a_loss_is_a_mean_over(kind: type[TokenTagger]) -> None:
     whole, _ = trained(module=kind, dtype=torch.float64)
     parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=3), module=kind, dtype=torch.float64)
     assert difference(whole, parts) <= 1e-12
 
 
+@pytest.mark.long
 def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
     rows: list[int] = []
 
@@ -329,6 +335,7 @@ def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
 @pytest.mark.parametrize("first", ["all labels", "prompts masked"])
+@pytest.mark.long
 def test_what_the_first_batch_can_not_tell_is_found_out_later(kind: type[TokenTagger], first: str) -> None:
     """Without ignored labels, or with every row's first one ignored, several ways weigh the first batch alike."""
     rows = tagged_rows(80)
@@ -345,6 +352,7 @@ def test_what_the_first_batch_can_not_tell_is_found_out_later(kind: type[TokenTa
 
 
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.long
 def test_a_transformers_model_on_padded_batches_is_weighed_by_its_shifted_labels(bf16: bool) -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -429,6 +437,7 @@ class Fused(TokenTagger):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
+@pytest.mark.long
 def test_three_budgets_are_kept_by_three_sizes_with_one_result() -> None:
     results = []
     for budget in ("185KiB", "230KiB", "1MiB"):
@@ -458,6 +467,7 @@ def test_a_given_size_that_does_not_fit_is_refused() -> None:
         trained(MemoryBudget("300KiB", micro_batch_size=8))
 
 
+@pytest.mark.long
 def test_the_longest_samples_are_verified_not_the_first() -> None:
     rows = tagged_rows(64, length=4) + tagged_rows(64, length=40)
 
@@ -508,6 +518,7 @@ def faulty_run(fail_at: int | None) -> tuple[Faulty, TokenTagger, dict[str, floa
 
 
 @a_failure_every
+@pytest.mark.long
 def test_a_step_that_runs_out_of_memory_is_retried_bitwise(apart: int) -> None:
     """Against a fault-free run that uses the retry's partition from that step on."""
     whole, parts = faulty_run(10**9), faulty_run(None)
@@ -528,6 +539,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise(apart: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
+@pytest.mark.long
 def test_larger_parts_are_tried_again_after_calm_steps_and_a_resume_goes_on_waiting(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -603,6 +615,7 @@ class Raises(TokenTagger):
 @pytest.mark.parametrize(
     "error", [RuntimeError("a bug"), KeyError("x"), RuntimeError("NCCL error: out of memory")]
 )
+@pytest.mark.long
 def test_other_errors_surface_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         trained(MemoryBudget("1GiB"), module=Raises(error))
@@ -692,6 +705,7 @@ def test_effective_batches_must_be_whole_loader_batches() -> None:
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning"
 )
+@pytest.mark.long
 def test_the_chosen_size_is_part_of_the_checkpoint(tmp_path: Any) -> None:
     callback = MemoryBudget("300KiB")
     _, fitted = trained(callback, max_steps=3)
@@ -707,6 +721,7 @@ def test_the_chosen_size_is_part_of_the_checkpoint(tmp_path: Any) -> None:
 # What a review by adversaries has found
 
 
+@pytest.mark.long
 def test_an_error_gives_the_seams_back_and_the_next_fit_is_right() -> None:
     class Augmented(TokenTagger):
         transferred = 0
@@ -769,6 +784,7 @@ def in_window(fail_at: int | None) -> tuple[InWindow, TokenTagger, Tensor]:
 
 
 @a_failure_every
+@pytest.mark.long
 def test_a_retry_late_in_an_accumulation_window_repeats_its_earlier_batches_bitwise(apart: int) -> None:
     """Backward has mixed the failed part's gradients into the window's: they are made anew, each as it was."""
     counted, *_ = in_window(10**9)
@@ -811,6 +827,7 @@ def test_a_loss_that_can_not_be_split_is_refused_when_a_later_batch_has_to_be() 
                 data=DataLoader(batches, batch_size=None))  # fmt: skip  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 def test_samples_too_alike_in_the_first_batch_are_told_apart_by_the_next() -> None:
     """A class-weighted mean: with one class in the first samples it looks like a plain one."""
 

@@ -81,6 +81,7 @@ def test_the_profiler_counts_batches_steps_and_parts() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.long
 def test_lightning_s_accumulation_and_its_last_partial_window(accumulate: int) -> None:
     options: dict[str, Any] = {
         "max_steps": -1,
@@ -101,6 +102,7 @@ def test_lightning_s_accumulation_and_its_last_partial_window(accumulate: int) -
     )
 
 
+@pytest.mark.long
 def test_an_effective_batch_s_last_partial_window_is_weighed_by_what_it_holds() -> None:
     options: dict[str, Any] = {"max_steps": -1, "max_epochs": 2, **DOUBLE}
     whole, _ = trained(data=loader(batch_size=8, count=52), **options)
@@ -201,6 +203,7 @@ class Clips(ShardableTagger):
 
 
 @pytest.mark.parametrize("precision", ["scaled", pytest.param("32-true", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_clipping_that_runs_out_of_memory_is_retried_bitwise(precision: Any) -> None:
     def run(fail_at: int | None) -> tuple[DuringClipping, Tensor]:
         options: dict[str, Any] = {"precision": precision}

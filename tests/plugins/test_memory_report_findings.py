@@ -129,6 +129,7 @@ def test_four_steps_are_judged_when_training_ends():
     assert len(report.findings) == 1
 
 
+@pytest.mark.long
 def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
     report, budget = MemoryReport(live=False), MemoryBudget("260KiB", enforce="always")
     settled, kept = [], []

@@ -44,6 +44,7 @@ def run(*callbacks: Any, **options: Any) -> tuple[nn.Module, StepReport]:
 
 
 @pytest.mark.parametrize("size", [ROWS, 2])
+@pytest.mark.long
 def test_what_is_predicted_stands_beside_what_is_measured(size: int, capsys: Any) -> None:
     budget = [] if size == ROWS else [MemoryBudget("1GiB", micro_batch_size=size, recover=False)]
     _, found = run(*budget, predict=True)
@@ -80,6 +81,7 @@ def test_packed_documents_are_predicted_and_not_probed_again() -> None:
     assert predicted.peak_bytes == pytest.approx(report.report.anatomy.peak_bytes, rel=0.02)
 
 
+@pytest.mark.long
 def test_advice_comes_true_and_the_run_stays_as_it_was(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [choice for choice in choices.checkpointings() if choice.name in ("none", "full")]
     monkeypatch.setattr(choices, "checkpointings", lambda: tuple(few))

@@ -54,6 +54,7 @@ def as_on_screen(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["tqdm", "rich", "none"])
+@pytest.mark.long
 def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, capsys: Any) -> None:
     screen = io.StringIO()
     rich = RichProgressBar(console_kwargs={"file": screen, "force_terminal": True, "width": 200})
@@ -94,6 +95,7 @@ def last_logged(folder: Path) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 def test_every_logger_has_the_values_of_the_line(tmp_path: Path, capsys: Any) -> None:
     report, budget = MemoryReport(), MemoryBudget("260KiB", enforce="always")
     loggers = [CSVLogger(tmp_path / name) for name in ("one", "other")]

@@ -136,12 +136,14 @@ def test_what_no_rule_gives_is_named(name: str, size: int, how: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["a mean over rows", "a mean over labels", "a sum", "the largest"])
+@pytest.mark.long
 def test_looks_at_parts_of_a_step_that_draws_take_its_noise_away(name: str) -> None:
     """Whole and parts drop other activations: compared as they are, a number would fit no rule, or a wrong one."""
     assert not run(Measured(JOINED[name], every=2, dropout=0.3), 3)[1]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.long
 def test_looks_leave_no_trace(accumulate: int) -> None:
     """Weights and random numbers are those of a run that logs nothing beside its loss."""
     weights = []
@@ -188,6 +190,7 @@ class Noisy(Measured):
 forwards: list[int] = []  # not the module's own: trials would put it back
 
 
+@pytest.mark.long
 def test_a_step_that_always_draws_is_not_looked_at_for_ever() -> None:
     ran = []
     for epochs in (

@@ -51,6 +51,7 @@ def ended(overflows: Any, at: int, *callbacks: Any, **options: Any) -> tuple[Ten
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("name", OVERFLOWS)
+@pytest.mark.long
 def test_it_is_skipped_as_without_a_budget_and_training_goes_on(name: str, at: int) -> None:
     """It ended training after minutes or hours: "other terms each time that the batch runs again"."""
     plain, skipped = ended(OVERFLOWS[name], at)
@@ -61,6 +62,7 @@ def test_it_is_skipped_as_without_a_budget_and_training_goes_on(name: str, at: i
 
 
 @pytest.mark.parametrize("name", ["a factor", "a nan"])
+@pytest.mark.long
 def test_also_where_sizes_are_tuned_and_weights_are_in_bfloat16(name: str) -> None:
     plain, skipped = ended(OVERFLOWS[name], 5, plugins=[PureBF16Precision()])
     ours, skipped_too = ended(OVERFLOWS[name], 5, MemoryBudget("1GiB"), plugins=[PureBF16Precision()])

@@ -79,6 +79,7 @@ def trained(loss: Loss, density: float, empty: tuple[int, ...], size: int | None
 @pytest.mark.parametrize("empty", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("loss", [beside_sum, beside_sum_clamped, beside_penalty, beside_both])
 @pytest.mark.sampled(25)
+@pytest.mark.long
 def test_weights_are_the_unsplit_batch_s(
     loss: Loss, empty: tuple[int, ...], density: float, size: int
 ) -> None:

@@ -109,6 +109,7 @@ def test_draws_that_depend_on_rows_from_a_later_batch_on_run_whole_from_there() 
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.long
 def test_a_draw_of_one_row_in_the_midst_of_a_later_batch_is_noticed(size: int) -> None:
     """Draws that no trial has seen are looked for after the first micro-batch and after the last."""
     marked = torch.randn(44, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)[8 * 4 + 4, 0]

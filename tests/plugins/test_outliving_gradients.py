@@ -120,6 +120,7 @@ def assert_close(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Decayed, EverySecond, OwnOptimizer, Gate, Leaf])
+@pytest.mark.long
 def test_gradients_add_up_over_steps_as_without_micro_batches(kind: type[Plain]) -> None:
     plain = run(kind)
     assert_close(run(kind, MemoryBudget("1GiB", micro_batch_size=8)), plain)

@@ -82,6 +82,7 @@ def peak_of(kwargs: dict[str, Any]) -> int:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("memory", "fixed"), [("40MiB", {}), ("9MiB", {"precision": "32-true"})])
+@pytest.mark.long
 def test_training_as_planned_takes_what_was_predicted(memory, fixed):
     found = plan(Language(), given_batch(), on_cpu(memory), trainer=fixed)
     best = found.best
@@ -92,6 +93,7 @@ def test_training_as_planned_takes_what_was_predicted(memory, fixed):
     assert best.taken_bytes == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.long
 def test_a_smaller_budget_gives_smaller_parts_and_the_table_says_why():
     fixed = {"precision": "32-true"}
     wide, tight = (
@@ -108,6 +110,7 @@ def test_a_smaller_budget_gives_smaller_parts_and_the_table_says_why():
     assert len({(row.family, row.micro_batch_size) for row in tight.rows}) == len(tight.rows)
 
 
+@pytest.mark.long
 def test_what_is_given_is_kept():
     own = {
         "precision": "bf16-mixed",
@@ -138,6 +141,7 @@ def test_what_is_given_is_kept():
     assert {row.family["precision"].name for row in plugin.rows} == {"as given"}
 
 
+@pytest.mark.long
 def test_exact_plans_change_no_numbers():
     found = plan(Language(), given_batch(), on_cpu("14MiB", goal="exact"))
     assert {row.family.changes for row in found.rows} == {""}
@@ -145,6 +149,7 @@ def test_exact_plans_change_no_numbers():
     assert found.trainer_kwargs()["precision"] == "32-true"
 
 
+@pytest.mark.long
 def test_the_least_memory_is_planned_for():
     fixed = {"plugins": PureBF16Precision()}
     least = plan(Language(), given_batch(), on_cpu("64MiB", goal="memory"), trainer=fixed)
@@ -152,6 +157,7 @@ def test_the_least_memory_is_planned_for():
     assert least.best.taken_bytes == min(row.taken_bytes for row in least.fitting)
 
 
+@pytest.mark.long
 def test_below_the_floor_it_says_the_floor_and_its_parts():
     found = plan(Language(), given_batch(), on_cpu("1MiB"))
     assert not found.fitting
@@ -181,6 +187,7 @@ def test_a_card_that_is_not_here():
     assert "rtx4090" in str(found)
 
 
+@pytest.mark.long
 def test_a_transformers_model_has_its_loss_in_chunks():
     transformers = pytest.importorskip("transformers")
 
@@ -240,6 +247,7 @@ class Normed(Language):
         return F.cross_entropy(self.norm(self.logits(batch["ids"]).mean(1)), batch["labels"][:, 0])
 
 
+@pytest.mark.long
 def test_what_can_not_run_is_a_row_that_says_so():
     fixed = {"gradient_clip_val": 1.0, "callbacks": [ActivationCheckpointing("full")]}
     found = plan(Normed(), given_batch(), on_cpu("64MiB"), trainer=fixed)
@@ -282,6 +290,7 @@ def test_modules_that_split_by_themselves_are_planned_whole():
     ]
 
 
+@pytest.mark.long
 def test_below_what_weights_and_gradients_take_one_prediction_says_the_floor():
     found = plan(Language(), given_batch(), on_cpu("70KiB"))
     assert "weights and gradients alone take" in str(found)
@@ -335,6 +344,7 @@ def test_a_strategy_that_offloads_is_planned_with_what_it_leaves_on_the_device()
     assert best.prediction.host_bytes > 5 * a_rank  # those, compensation and two moments
 
 
+@pytest.mark.long
 def test_nothing_of_the_users_is_touched():
     module, given = Language(), given_batch()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -532,6 +542,7 @@ def config(tmp_path: Any, **trainer: Any) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_the_planned_config_runs_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     planned = tmp_path / "planned.yaml"
@@ -549,6 +560,7 @@ def test_the_planned_config_runs_as_it_is(tmp_path, capsys, monkeypatch):
     assert main(["fit", "--config", str(planned)]) == 0
 
 
+@pytest.mark.long
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = config(tmp_path)

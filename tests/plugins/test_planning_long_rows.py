@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ def batch(rows: int = 2) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))}
 
 
+@pytest.mark.long
 def test_a_row_that_does_not_fit_is_planned_in_chunks_and_trains_as_predicted() -> None:
     budget = Budget("770KiB")
     found = plan(LongRows(), batch(), budget, trainer=GIVEN)

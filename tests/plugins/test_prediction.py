@@ -132,6 +132,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.long
 def test_the_peak_is_that_of_a_run(options):
     predicted = predict_memory(Language(), batch(), trainer=options())
     real = measured(Language, batch(), options())
@@ -336,6 +337,7 @@ def test_an_operator_of_unknown_shape_is_named():
         predict_memory(Custom(), batch())
 
 
+@pytest.mark.long
 def test_two_sizes_say_the_peak_of_all():
     lines = PeakLines.through({rows: predict_memory(Language(), batch(rows)) for rows in (4, 16)})
     for rows in (1, 3, 7, 32, 64):
@@ -418,6 +420,7 @@ else:
 
 
 @pytest.mark.skipif(compiler() is None, reason="the fake device needs a compiler")
+@pytest.mark.long
 def test_a_process_that_has_used_an_accelerator_predicts_on_a_copy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(AFTER_AN_ACCELERATOR.replace("module(given)", "module.logits(given['ids'])"))

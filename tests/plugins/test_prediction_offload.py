@@ -145,6 +145,7 @@ def _runs():
 @pytest.mark.sampled(6)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("case", "rows"), list(_runs()))
+@pytest.mark.long
 def test_the_peak_is_that_of_a_run(case, rows):
     predicted = predict_memory(Deep(), batch(rows), trainer=CASES[case](), device=GPU)
     peak, pinned = measured(Deep(), rows, **CASES[case]())
@@ -157,6 +158,7 @@ def test_the_peak_is_that_of_a_run(case, rows):
 @NEEDS_COMPILER
 @pytest.mark.parametrize("compensation", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize("callbacks", [[], [states]], ids=["plain", "states"])
+@pytest.mark.long
 def test_steps_on_shadows_take_what_an_accelerators_take(compensation, callbacks):
     """No kernel is fused for NAdam; those of AdamW are CUDA's own."""
 
@@ -179,6 +181,7 @@ def test_what_is_offloaded_is_told():
     assert predicted.total_bytes - predicted.anatomy.fixed_bytes == predicted.reserved_bytes
 
 
+@pytest.mark.long
 def test_offloads_are_chosen_by_time_nowhere():
     trainer = among(lambda: ActivationOffload(SMALL, choose="auto"), accumulate_grad_batches=4)()
     predicted = predict_memory(Deep(), batch(16), trainer=trainer, device=GPU)

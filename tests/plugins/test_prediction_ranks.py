@@ -46,6 +46,7 @@ def measured_at_once(cases: tuple[Case, ...]) -> dict[Case, Measured]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.long
 def test_two_ranks_take_what_was_predicted(case):
     assert predict(case) == pytest.approx(measured_at_once(tuple(FAST))[case].most, rel=TOLERANCE)
 
@@ -98,6 +99,7 @@ def predicted(strategy: Any = "ddp", devices: Any = 2, **others: Any) -> Any:
     return predict_memory(Trained(Case(strategy="any")), batch(), trainer=trainer)
 
 
+@pytest.mark.long
 def test_ranks_are_told():
     found = predicted(devices="4", num_nodes=2)
     assert found.ranks == 8
@@ -110,6 +112,7 @@ def test_ranks_are_told():
     assert predicted("memkit_fsdp2", 1).anatomy.largest["weights"] == alone.anatomy.largest["weights"]
 
 
+@pytest.mark.long
 def test_the_anatomy_is_what_is_known_by_hand():
     alone = predict_memory(Trained(Case(strategy="any")), batch()).anatomy.largest
     weights = alone["weights"]
@@ -125,6 +128,7 @@ def test_the_anatomy_is_what_is_known_by_hand():
     assert two["communication"] > three["communication"]
 
 
+@pytest.mark.long
 def test_strategies_by_name_are_predicted_as_what_they_stand_for():
     """ZeRO-1 by the module's own hand, and FSDP2 at its default stage."""
     for own, name, theirs in (("zero1", "memkit_zero1", "ddp"), ("stage 3", "memkit_fsdp2", FSDP2Strategy())):
@@ -134,6 +138,7 @@ def test_strategies_by_name_are_predicted_as_what_they_stand_for():
         assert one.peak_bytes == other.peak_bytes
 
 
+@pytest.mark.long
 def test_a_model_that_one_rank_can_t_hold_is_sharded_without_memory():
     found = predict_memory(
         lambda: Wide(Case(strategy="any")),
@@ -155,6 +160,7 @@ class Wide(Trained):
         )
 
 
+@pytest.mark.long
 def test_without_a_fork_nothing_is_left(monkeypatch):
     expected = predicted("memkit_fsdp2")
     monkeypatch.delattr("os.fork")

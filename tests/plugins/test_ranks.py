@@ -33,6 +33,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("phase", ["cold", "warm"])
+@pytest.mark.long
 def test_a_fault_on_one_rank_is_retried_on_all_and_leaves_no_trace(found: dict[str, Any], phase: str) -> None:
     case = found[phase]
     assert case["points"] > 0

@@ -21,6 +21,7 @@ REFUSED = {
     ("loss", "sizes"),
     [("heads", ["2"]), ("columns", ["2"]), pytest.param("columns", ["1"], marks=pytest.mark.slow)],
 )
+@pytest.mark.long
 def test_ranks_of_other_tasks_take_none_for_another(loss: str, sizes: list[str], tmp_path: Path) -> None:
     """A batch of other tasks on each rank is refused; of the same ones it trains as under DDP alone."""
     path = tmp_path / "found.pt"

@@ -22,6 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.long
 def test_a_loss_that_is_not_split_weighs_as_under_ddp_alone(loss: str, found: list[Any]) -> None:
     (plain, ours), (_, other) = (of_rank[loss] for of_rank in found)
     assert torch.equal(ours, other)

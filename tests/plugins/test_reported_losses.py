@@ -154,6 +154,7 @@ def test_a_loss_of_one_dimension_is_a_number(main: Main, size: int) -> None:
 
 
 @pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.long
 def test_what_has_no_gradient_may_be_divided_by_something_else(case: str) -> None:
     runs = []
     for callbacks in ([], [MemoryBudget("1GiB", micro_batch_size=3)]):

@@ -103,6 +103,7 @@ def test_open_sizes_that_do_not_fit_any_more_are_measured_anew(timed: type[Class
     assert budget.sizing.micro_batch_size < 1024
 
 
+@pytest.mark.long
 def test_parts_that_are_formed_by_rows_since_an_oom_stay_so(tmp_path: Path) -> None:
     def by_itself() -> Failing:
         budget = Failing(1, at=99)

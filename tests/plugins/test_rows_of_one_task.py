@@ -83,6 +83,7 @@ def fitted(loss: Loss, size: int | None, batches: Sequence[Sequence[int]]) -> tu
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.long
 def test_each_task_counts_its_own_rows(loss: Loss, size: int, batches: Sequence[Sequence[int]]) -> None:
     (ours, logged), (plain, expected) = (fitted(loss, one, batches) for one in (size, None))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)

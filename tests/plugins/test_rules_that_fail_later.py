@@ -92,6 +92,7 @@ SHARED: dict[str, Any] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.long
 def test_terms_that_share_their_rows_are_weighed_and_reported_one_by_one(step: Any, size: int) -> None:
     assert_same(step, size)
 
@@ -179,6 +180,7 @@ def seven_by_batch(module: Net, batch: Batch, losses: Tensor) -> Any:
 
 @pytest.mark.parametrize("step", [one_by_batch, seven_by_batch])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.long
 def test_a_constant_batch_size_counts_a_batch_once_however_it_is_split(step: Any, size: int) -> None:
     assert_same(step, size)
 
@@ -203,5 +205,6 @@ def by_image_over_all(module: Net, batch: Batch, losses: Tensor) -> Any:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [positives, by_image, by_image_over_all])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.long
 def test_a_term_that_a_micro_batch_lacks_counts_nothing_in_it(step: Any, size: int) -> None:
     assert_same(step, size)

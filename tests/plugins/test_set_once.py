@@ -169,6 +169,7 @@ COMPOSED = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", COMPOSED, ids=lambda step: step.__name__)
+@pytest.mark.long
 def test_what_is_set_once_or_rarely_is_the_whole_batch_s(step: Step) -> None:
     assert_alike(fit(step, 3), fit(step, None))
 

@@ -43,6 +43,7 @@ def test_checkpointing_is_a_remedy_where_activations_are_the_peak():
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.long
 def test_one_kernel_is_a_remedy_for_an_optimizer_that_has_it_and_does_not_use_it(fused):
     class Wide(TokenTagger):
         def __init__(self):

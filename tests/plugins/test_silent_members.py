@@ -190,6 +190,7 @@ def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Te
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", [with_lasso, with_orthogonality, with_spectral_hinge])
+@pytest.mark.long
 def test_penalties_on_weights_that_are_no_sums_are_the_batch_s(loss: Loss, size: int) -> None:
     """A root follows a sum, and no row is in it."""
     assert_split_and_equal(loss, size)
@@ -246,6 +247,7 @@ def with_number(module: Classifier) -> None:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LEARNED)
+@pytest.mark.long
 def test_learned_weights_of_tasks_get_the_batch_s_gradients(loss: Loss, size: int) -> None:
     """What scales a task's gradient has to reach the weight that the task is multiplied with."""
     assert_split_and_equal(loss, size, with_number if loss is by_scalars else with_numbers)
@@ -280,6 +282,7 @@ def over_mask(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> T
 @pytest.mark.parametrize("task", [positives, over_mask])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", VECTORS)
+@pytest.mark.long
 def test_a_vector_of_losses_is_weighed_number_by_number(name: str, size: int, task: Loss) -> None:
     """As multi-task code has it: `torch.stack(losses) * weights`."""
 
@@ -307,6 +310,7 @@ OF_ROWS: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.long
 def test_what_bends_each_row_s_own_loss_bends_no_batch_s(name: str, size: int) -> None:
     def loss(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
         each = [own(score, label) for score, label in zip(scores, batch["y"], strict=True)]
@@ -351,6 +355,7 @@ def by_epsilon(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", [by_positives, by_group, by_group_and_number, by_epsilon])
+@pytest.mark.long
 def test_divisors_that_are_kept_from_being_zero_are_the_batch_s(loss: Loss, size: int) -> None:
     assert_split_and_equal(loss, size)
 
@@ -379,6 +384,7 @@ def measured(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Te
 
 
 @pytest.mark.parametrize("size", [3, "auto"])
+@pytest.mark.long
 def test_metrics_of_counts_and_of_rows_compose(size: Any) -> None:
     plain, _, logged = run(measured, with_metrics)
     split, _, logged_in_parts = run(measured, with_metrics, size)

@@ -90,6 +90,7 @@ SLOW += [{"strategy": "fsdp2", "place": "saving-thread", "budget": False}]
 
 
 @pytest.mark.parametrize("words", SAMPLE, ids=str)
+@pytest.mark.long
 def test_the_others_end_by_the_strategys_timeout(tmp_path, words):
     for one in stalled(tmp_path, **words):
         assert one["told"] != "nothing"

@@ -152,6 +152,7 @@ class CountsInAHook(Net):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Counts, Holds, Sets, Averages, Assigns, CountsInAHook])
+@pytest.mark.long
 def test_attributes_of_tensors_end_as_without_the_trials_and_retries(kind: type[Net]) -> None:
     plain = fit(kind)
     assert_alike(fit_split(kind, 8), plain)
@@ -159,6 +160,7 @@ def test_attributes_of_tensors_end_as_without_the_trials_and_retries(kind: type[
 
 
 @pytest.mark.parametrize("kind", [Counts, Sets, CountsInAHook])
+@pytest.mark.long
 def test_attributes_of_tensors_that_compose_are_the_whole_batch_s(kind: type[Net]) -> None:
     assert_alike(fit_split(kind), fit(kind))
 
@@ -167,6 +169,7 @@ def test_attributes_of_tensors_that_compose_are_the_whole_batch_s(kind: type[Net
     ("kind", "name"),
     [(Holds, r"weight\.stats"), (Averages, r"weight\.average"), (Assigns, r"weight\.average")],
 )
+@pytest.mark.long
 def test_attributes_of_tensors_that_do_not_compose_are_refused_by_name(kind: type[Net], name: str) -> None:
     with pytest.raises(BudgetError, match=name):
         fit_split(kind)
@@ -245,6 +248,7 @@ class GathersInStates(Net):
 @pytest.mark.parametrize(
     "kind", [DampsInTheStep, ReplacesInTheStep, Resets, LateRate, Cautious, GathersInStates]
 )
+@pytest.mark.long
 def test_what_is_changed_in_the_optimizer_is_restored_before_a_retry(kind: type[Net]) -> None:
     assert_alike(fit_failing(kind), fit(kind))
 

@@ -149,6 +149,7 @@ def test_a_precision_that_memkit_does_not_know_is_left_alone(tmp_path):
     assert model.built == {(torch.float32, "cpu")}
 
 
+@pytest.mark.long
 def test_importing_the_public_name_registers_the_strategy():
     code = (
         "from lightning_memkit import OnDeviceStrategy; from lightning.pytorch import Trainer;"

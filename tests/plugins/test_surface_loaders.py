@@ -81,6 +81,7 @@ def seen(folder: Path, data: Any, saves: dict[str, Any] | None, **options: Any) 
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_a_limited_run_resumes_with_the_batch_that_comes_next(options, saves, shuffle, tmp_path):
     straight = seen(tmp_path / "straight", numbers(shuffle), None, **options)
     seen(tmp_path, numbers(shuffle), saves, **{**options, "max_epochs": 2})

@@ -76,6 +76,7 @@ def weights_after(
 @pytest.mark.filterwarnings("ignore:.*(overfit|anomal|barebones|Anomaly)")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.long
 def test_a_plugin_trains_as_plain_lightning_under_an_option(name, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ours = weights_after([build(name)], tmp_path, **OPTIONS[option])

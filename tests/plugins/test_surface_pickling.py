@@ -260,6 +260,7 @@ def test_each_plugin_trains_in_a_spawned_process(name: str, elsewhere: Path) -> 
 @pytest.mark.parametrize(
     "names", [["MemoryBudget", "MemoryReport"], pytest.param(SPAWNED, marks=pytest.mark.slow)], ids="+".join
 )
+@pytest.mark.long
 def test_plugins_train_together_in_a_spawned_process(names: list[str], elsewhere: Path) -> None:
     torch.manual_seed(0)
     begun = Blocks().state_dict()

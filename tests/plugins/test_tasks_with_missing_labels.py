@@ -82,6 +82,7 @@ MISSING: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 @pytest.mark.parametrize("missing", MISSING.values(), ids=MISSING)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.long
 def test_each_task_is_weighed_by_its_own_labels(loss: Loss, size: int, missing: Any) -> None:
     (ours, logged), (plain, expected) = fitted(loss, size, missing), fitted(loss, None, missing)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)

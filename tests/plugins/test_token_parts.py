@@ -80,6 +80,7 @@ class Outputs(Callback):
         self.logits.append(logits * batch["attention_mask"][..., None])
 
 
+@pytest.mark.long
 def test_parts_by_tokens_have_the_whole_batch_s_result_and_half_its_tokens() -> None:
     options: dict[str, Any] = {"module": Causal, "dtype": torch.float64, "max_steps": 8}
     before, now = Outputs(), Outputs()
@@ -105,6 +106,7 @@ def test_a_module_that_looks_at_padding_is_split_by_rows(caplog: pytest.LogCaptu
     assert set(ran.shapes) == {(2, 48)}
 
 
+@pytest.mark.long
 def test_a_larger_part_than_was_measured_to_fit_is_not_formed() -> None:
     """A budget that the rows of one part just fit, and many short rows don't: each row takes memory of its own."""
 
@@ -145,6 +147,7 @@ class DriesUp(Causal):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [None, 3])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
+@pytest.mark.long
 def test_a_resumed_run_forms_the_same_parts(at: int | None, tmp_path: Path) -> None:
     """Also where parts formed by tokens had run out of memory; bitwise the same weights. All batches are alike."""
     rows = [row for batch in uneven(8, longest=40) for row in zip(*batch.values(), strict=True)]
@@ -186,6 +189,7 @@ def with_neighbors(late: int) -> DataLoader:
     return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 def test_what_is_as_wide_as_the_tokens_by_chance_is_never_cut_where_it_holds_something() -> None:
     """In ten batches its cut columns were zeros; later ones lost neighbors without a word."""
     options: dict[str, Any] = {"module": BesideNeighbors, "dtype": torch.float64, "max_steps": 10}

@@ -124,6 +124,7 @@ def fitted(loss: Loss, data: list[Batch], *callbacks: Any) -> Columns:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.long
 def test_what_a_column_counts_takes_no_forward(loss: Loss) -> None:
     """Each batch took a forward of every micro-batch for ever, and twice as many where divisors are clamped."""
     data = batches(30)

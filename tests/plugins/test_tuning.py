@@ -274,6 +274,7 @@ def test_another_question_has_another_answer(
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.long
 def test_an_answer_that_no_longer_fits_is_measured_anew_and_replaced(
     clocked: type[Classifier], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +321,7 @@ def test_broken_and_stale_files_are_passed_over_and_replaced(
     assert list(cache.iterdir()) == [file], "a temporary file stayed behind"
 
 
+@pytest.mark.long
 def test_it_can_be_turned_off(
     clocked: type[Classifier], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def difference(ranks: dict[str, torch.Tensor], loss: str) -> float:
 
 
 @pytest.mark.parametrize("loss", SPLIT)
+@pytest.mark.long
 def test_parts_weigh_over_all_ranks(found: dict[str, Any], loss: str) -> None:
     """Two gloo ranks in parts are one process with the whole batch, by what each loss shows or a comparison finds.
 

@@ -22,6 +22,7 @@ def two_ranks(
 
 
 @pytest.mark.parametrize(("mode", "whole"), CASES)
+@pytest.mark.long
 def test_a_resume_is_bitwise(two_ranks, mode, whole):
     """Compact states: the rounding noise goes on where it stood, too."""
     straight, resumed = two_ranks[mode, whole, "straight"], two_ranks[mode, whole, "resumed"]

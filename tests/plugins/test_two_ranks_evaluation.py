@@ -27,6 +27,7 @@ def found(
     return request.param[0], [torch.load(f"{path}.{rank}") for rank in (0, 1)]
 
 
+@pytest.mark.long
 def test_parts_and_retries_give_the_whole_batches_results_on_each_rank(
     found: tuple[str, list[Found]],
 ) -> None:

@@ -6,6 +6,7 @@ from tests.processes import run_on_ranks
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.long
 def test_what_one_rank_finds_new_is_not_probed_where_the_other_ranks_batch_can_not_be_split(
     strategy: str,
 ) -> None:

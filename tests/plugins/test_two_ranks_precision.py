@@ -50,6 +50,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.long
 def test_the_same_gradients_give_the_same_bits(strategy, two_ranks, mode, tmp_path) -> None:
     """Weights, low halves and moments, whether trained in one go or resumed from Lightning's checkpoint."""
     whole = one_process(tmp_path, strategy, PureBF16Precision(mode, "exact"), prescribed=True)

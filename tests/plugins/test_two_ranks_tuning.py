@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.processes import run_on_ranks
 
 
+@pytest.mark.long
 def test_ranks_agree_on_the_size_that_is_fastest_for_the_slower_of_them(tmp_path: Path) -> None:
     done = run_on_ranks("tests.plugins.two_ranks_tuning", str(tmp_path), env={"MEMKIT_TUNING_CACHE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]

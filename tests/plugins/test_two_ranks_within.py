@@ -8,6 +8,7 @@ import torch
 from tests.processes import run_on_ranks
 
 
+@pytest.mark.long
 def test_ranks_agree_on_chunks_and_on_smaller_ones(tmp_path: Path) -> None:
     path = tmp_path / "found.pt"
     done = run_on_ranks("tests.plugins.two_ranks_within", str(path))

@@ -92,6 +92,7 @@ def masked_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("loss", "make"), [(aux_loss, with_aux), (masked_loss, with_mask)])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.long
 def test_a_tensor_that_only_some_batches_have_is_known_by_its_name(loss: Any, make: Any, size: int) -> None:
     assert_same(loss, make, micro_batch_size=size)
 
@@ -139,6 +140,7 @@ def sparse_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("size", ["auto", 3])
+@pytest.mark.long
 def test_a_later_batch_that_can_not_be_split_runs_whole_with_one_warning(
     loss: Any, make: Any, said: str, size: Any
 ) -> None:

@@ -91,6 +91,7 @@ def unweighted(net: Net, batch: Batch, losses: Tensor) -> Any:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [by_group, mean_beside_a_sum, sum_beside_a_mean, worst, unweighted])
+@pytest.mark.long
 def test_what_equals_the_loss_of_each_single_row_is_not_taken_for_the_batch_s(step: Step) -> None:
     whole, of_epoch, _ = fitted(step, None)
     split, of_epoch_split, _ = fitted(step, 1)
@@ -126,6 +127,7 @@ def logs_the_loss_in_few_batches(net: Net, batch: Batch, losses: Tensor) -> Any:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("step", [logs_the_loss, logs_the_loss_in_few_batches])
+@pytest.mark.long
 def test_the_loss_of_several_terms_is_logged_as_the_batch_s_without_a_word(step: Step, size: int) -> None:
     whole, of_epoch, _ = fitted(step, None)
     split, of_epoch_split, said = fitted(step, size)

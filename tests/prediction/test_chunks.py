@@ -73,6 +73,7 @@ def measured(module: Any, batch: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.parametrize("rows", [16, 100, 1000])
+@pytest.mark.long
 def test_contrastive(rows: int) -> None:
     batch = {"x": torch.randn(200, WIDTH), "y": torch.randn(200, WIDTH)}
     predicted = predict_memory(Contrastive(rows), batch).peak_bytes
@@ -82,6 +83,7 @@ def test_contrastive(rows: int) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [None, "full"])
 @pytest.mark.parametrize("tokens", [90, 500])
+@pytest.mark.long
 def test_long_row(tokens: int, policy: str | None) -> None:
     batch = {"x": torch.randn(1, 1000, WIDTH)}
     predicted = predict_memory(LongRow(tokens, policy), batch).peak_bytes

@@ -234,6 +234,7 @@ BLOCKS: Any = {"layers": 8, "hidden": 256, "heads": 4, "length": 512, "rows": 2}
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.long
 def test_blocks_keep_what_the_formula_says(flash, dropout):
     """Within 1 %: the last norm's statistics and the loss are no block's."""
 

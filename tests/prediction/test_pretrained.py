@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_saved_model_is_predicted_as_its_config_is(folder: Path) -> None:
     ids = torch.randint(0, 128, (4, 32))
 
@@ -70,6 +71,7 @@ def test_loading_is_put_back_and_keeps_its_options(folder: Path) -> None:
         LlamaForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.long
 def test_transformers_is_imported_by_a_model_alone_and_then_met(folder: Path) -> None:
     asked = f"""
 import sys

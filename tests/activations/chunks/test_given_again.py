@@ -164,6 +164,7 @@ def peak(parts: tuple[str, ...], depth: int) -> float:
     return meter.peak_bytes / (4 * tokens * WIDTH)
 
 
+@pytest.mark.long
 def test_neither_norms_outputs_nor_inputs_of_other_blocks_are_kept() -> None:
     one, four = peak(ALL, 1), peak(ALL, 4)
     assert four - one < 3.2  # the inputs of three more blocks

@@ -16,6 +16,7 @@ def in_chunks(rows: int, net: Pair) -> None:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.long
 def test_any_loss_trains_as_without_chunks(name: str, rows: int) -> None:
     for dtype, allowed in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
         plain = train(name, dtype, lambda net: None)

@@ -18,6 +18,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("strategy", "chunk"), CASES)
+@pytest.mark.long
 def test_negatives_of_all_ranks_are_those_of_the_whole_batch(ranks: Any, strategy: str, chunk: int) -> None:
     weights = ranks[strategy, chunk]
     for name, value in alone().items():

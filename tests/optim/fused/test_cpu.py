@@ -116,6 +116,7 @@ def test_an_adamw_step_allocates_nothing_of_its_size():
     assert meter.peak_bytes < 1 << 21  # the tile; a float32 copy of the weights would take ten times that
 
 
+@pytest.mark.long
 def test_without_a_compiler_there_is_a_reason(tmp_path):
     """In a fresh process, with an empty folder of extensions and no compiler to be found."""
     script = (

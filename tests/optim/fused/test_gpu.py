@@ -38,6 +38,7 @@ def failures_of_cases(environment: dict[str, str]) -> str:
 
 
 @needs_triton
+@pytest.mark.long
 def test_the_kernels_compute_what_plain_torch_computes_under_the_interpreter():
     assert not failures_of_cases({"TRITON_INTERPRET": "1"})
 
@@ -118,6 +119,7 @@ def _first_is_nearest(name: str) -> bool:
         ("lion", "split", HOPPER),
     ],
 )
+@pytest.mark.long
 def test_a_compiled_kernel_moves_each_byte_once_and_fuses_nothing(name, mode, architecture):
     ptx = ptx_of(name, mode, architecture)
     assert_sound(ptx, name, mode)
