@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -22,9 +22,12 @@ from benchmarks.__main__ import main_of
 from benchmarks._fault_cases import CHANGING, IN_CHUNKS, MODELS, OPTIMIZERS, changing_optimizer
 from benchmarks._fault_ranks import Job, run_ranks
 from benchmarks._fault_runs import Case, Tally, added, quiet, run_case
+from benchmarks._finished import FinishedCells
 from benchmarks.harness import Options, Report
 
 SHOWN_FAILURES = 20
+# On which the tallies depend.
+CODE = ("lightning_memkit", *(f"benchmarks/_fault_{name}.py" for name in ("cases", "ranks", "runs", "state")))
 STEPS = {0: "cold", 1: "warm"}
 RANKS = {
     "ddp": [
@@ -50,7 +53,8 @@ class Sample:
 def run(options: Options) -> Report:
     """All points, which takes hours, or with `--quick` a random sample of half of the cases'.
 
-    `--only` takes a model, an optimizer, or the strategy of two ranks.
+    A whole run that was stopped goes on from the cases that had ended, if the code is the same. `--only` takes a
+    model, an optimizer, or the strategy of two ranks.
     """
     sample = Sample(budget=3, naive=2, ranks=4, rank_starts=3) if options.quick else Sample()
     cases, by_ranks = list(all_cases()), rank_cases(1 if options.quick else None)
@@ -62,7 +66,9 @@ def run(options: Options) -> Report:
             raise ValueError(f"--only {options.only}: no such case; there are {', '.join(names)}.")
     elif options.quick:  # every model, optimizer and step by operators; of the others every second cell
         cases = [case for place, case in enumerate(cases) if place % 12 not in (1, 5, 8, 10)]
-    tallies = dict(zip(cases, run_cases(cases, sample, options.seed), strict=True))
+    is_whole = not (options.quick or options.only)
+    finished = FinishedCells(f"fault_sweep-seed-{options.seed}", CODE) if is_whole else None
+    tallies = dict(zip(cases, run_cases(cases, sample, options.seed, finished), strict=True))
     rows, ours, control, exact = [], [], [], []
     for case in cases:
         if case.kind == "operators" and not case.naive:
@@ -98,6 +104,10 @@ def run(options: Options) -> Report:
     notes += failures[:SHOWN_FAILURES]
     if len(failures) > SHOWN_FAILURES:
         notes.append(f"and {len(failures) - SHOWN_FAILURES} points more that are not equal")
+    if finished is not None:
+        if finished.found:
+            notes.append(f"{len(finished.found)} of {len(cases)} cases are of a stopped run of the same code")
+        finished.forget()
     notes.append("a cell is the points that end bitwise equal, of those run" + " (a sample)" * options.quick)
     return Report("fault_sweep", figures, rows, notes=tuple(notes))
 
@@ -127,15 +137,19 @@ def rank_cases(models: int | None) -> list[tuple[str, str, str, int]]:
     ]
 
 
-def run_cases(cases: list[Case], sample: Sample, seed: int) -> list[Tally]:
+def run_cases(
+    cases: list[Case], sample: Sample, seed: int, finished: FinishedCells | None = None
+) -> list[Tally]:
     """The cases' tallies, from processes of a kind: one that has the device "fake" has it as its accelerator."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    known = {} if finished is None else finished.found
+    tallies = {case: Tally(**known[str(case)]) for case in cases if str(case) in known}
     context, started = multiprocessing.get_context("spawn"), {}
     processes = max(1, (os.cpu_count() or 1) // 2) + 1  # one kind ends before the other
     with ExitStack() as stack:
         for kind in ("operators", "allocator"):
             pool = stack.enter_context(ProcessPoolExecutor(processes, context, initializer=quiet))
-            for case in (case for case in cases if case.kind == kind):
+            for case in (case for case in cases if case.kind == kind and case not in tallies):
                 started[case] = pool.submit(
                     run_case, case, sample.naive if case.naive else sample.budget, seed
                 )
@@ -144,7 +158,10 @@ def run_cases(cases: list[Case], sample: Sample, seed: int) -> list[Tally]:
             tally, kind = running.result(), "naive" if case.naive else case.kind
             line = f"{case.model} {case.optimizer} {STEPS[case.step]} {kind}: {tally.equal}/{tally.points}"
             print(line, file=sys.stderr, flush=True)
-    return [started[case].result() for case in cases]
+            tallies[case] = tally
+            if finished is not None:
+                finished.add(str(case), asdict(tally))
+    return [tallies[case] for case in cases]
 
 
 def _row(case: Case, tallies: list[Tally | None]) -> dict[str, object]:

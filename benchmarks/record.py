@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -144,6 +145,14 @@ def git_commit() -> str:
         return "unknown"
     changed = _git("status", "--porcelain", "--", *CODE, ":!benchmarks/results")
     return f"{commit}-dirty" if changed else commit
+
+
+def git_state(code: Sequence[str]) -> list[str] | None:
+    """Return the hashes of files and folders at HEAD; None where they differ from it, or outside git."""
+    if _git("status", "--porcelain", "--", *code) != "":
+        return None
+    found = _git("rev-parse", *(f"HEAD:{path}" for path in code))
+    return None if found is None else found.split()
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,0 +1,77 @@
+"""A sweep of hours that was stopped goes on where it was: of the same code, and of no other."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fault_sweep, record
+from benchmarks._fault_runs import Case, Tally
+from benchmarks._finished import FinishedCells
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one file, which a sweep depends on."""
+    root = tmp_path / "code"
+    root.mkdir()
+    (root / "swept.py").write_text("first")
+    monkeypatch.setattr(record, "ROOT", root)
+    git(root, "init", "-q")
+    commit(root)
+    return root
+
+
+def git(root: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=root, check=True)
+
+
+def commit(root: Path) -> None:
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "next")
+
+
+def test_what_has_ended_is_found_again_until_the_sweep_ends(code: Path, tmp_path: Path) -> None:
+    first = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    first.add("a", {"points": 3})
+    first.add("b", {"points": 4})
+    (code / "beside.py").write_text("not swept")
+    commit(code)
+    second = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    assert second.found == {"a": {"points": 3}, "b": {"points": 4}}
+    second.forget()
+    assert FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found == {}
+
+
+def test_cells_of_other_code_are_not_taken(code: Path, tmp_path: Path) -> None:
+    FinishedCells("sweep", ["swept.py"], tmp_path / "cells").add("a", 1)
+    (code / "swept.py").write_text("second")
+    changed = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    assert changed.found == {}
+    changed.add("b", 2)
+    commit(code)
+    assert FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found == {}
+
+
+def test_cells_of_other_versions_are_not_taken(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FinishedCells("sweep", ["swept.py"], tmp_path / "cells").add("a", 1)
+    monkeypatch.setattr("benchmarks._finished.installed_versions", lambda: {"torch": "3.0"})
+    assert FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found == {}
+
+
+def test_the_fault_sweep_runs_only_what_has_not_ended(code: Path, tmp_path: Path) -> None:
+    ended = Case(model="transformer", optimizer="fused")
+    kept = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    kept.add(str(ended), {"points": 7, "equal": 6, "failures": ["3 aten.mm: differs"], "total_points": 7})
+    again = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    other = Case(model="transformer", optimizer="fused", step=1, naive=True)
+    known, ran = fault_sweep.run_cases([ended, other], fault_sweep.Sample(naive=1), 0, again)
+    assert known == Tally(points=7, equal=6, failures=["3 aten.mm: differs"], total_points=7)
+    assert ran.points == 1
+    assert list(FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found) == [str(ended), str(other)]
+
+
+def test_the_fault_sweep_names_code_that_is_there() -> None:
+    assert all((Path(record.ROOT) / path).exists() for path in fault_sweep.CODE)
