@@ -1,6 +1,7 @@
 import pytest
 
 from lightning_memkit.data.packing.pack import WorkLimit, pack
+from lightning_memkit.data.packing.streaming import StreamPacker
 
 
 @pytest.mark.parametrize("linear", [0, 1, 7, 10_000])
@@ -32,3 +33,14 @@ def test_a_document_beyond_the_work_limit_counts_as_long():
 def test_a_limit_that_admits_nothing_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         WorkLimit(**options)
+
+
+def test_the_longest_document_is_named_by_its_number() -> None:
+    with pytest.raises(
+        ValueError, match=r"2 of 5 .* longer than context=8 .*90 tokens; it is number 2, from 0"
+    ):
+        pack([3, 4, 90, 12, 2], 8)
+    packer = StreamPacker(8, first_document=100)
+    packer.extend([3, 4])
+    with pytest.raises(ValueError, match="90 tokens; it is number 102, from 0"):
+        packer.extend([90, 12])

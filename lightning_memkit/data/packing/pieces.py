@@ -97,8 +97,8 @@ class RowLimits:
         """Tokens of the longest chunk that fits in a row."""
         return self.context if self.work is None else min(self.context, self.work.longest(self.work.most))
 
-    def refuse(self, lengths: NDArray[np.integer]) -> None:
-        """Raise if a document is too long and ``long_documents`` is "error"."""
+    def refuse(self, lengths: NDArray[np.integer], first: int = 0) -> None:
+        """Raise if a document is too long and ``long_documents`` is "error"; the first one has number `first`."""
         longest = int(lengths.max()) if lengths.size else 0
         if longest <= self.longest or self.long_documents != "error":
             return
@@ -107,9 +107,10 @@ class RowLimits:
         if self.longest < self.context:
             limit = f"the {self.longest} tokens that {self.work} admits"
         raise ValueError(
-            f"{number:,} of {lengths.size:,} documents are longer than {limit} (the longest has "
-            f"{longest:,} tokens); a document must fit into a row. Raise the limit, or choose "
-            'long_documents="split" (every token is kept) or "truncate" (the ends are dropped).'
+            f"{number:,} of {lengths.size:,} documents are longer than {limit} (the longest has {longest:,} "
+            f"tokens; it is number {first + int(lengths.argmax()):,}, from 0); a document must fit into a row. "
+            'Raise the limit, or choose long_documents="split" (every token is kept) or "truncate" (the ends '
+            "are dropped)."
         )
 
 

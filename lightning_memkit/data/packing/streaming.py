@@ -106,7 +106,7 @@ class StreamPacker:
             ValueError: one is too long under ``long_documents="error"``, or negative; none is added then.
         """
         added = checked_lengths(lengths)
-        self._limits.refuse(added)
+        self._limits.refuse(added, self.first_document + len(self._held))
         return self._windows(np.concatenate((np.array(self._held, np.int64), added.astype(np.int64))))
 
     def finish(self) -> list[StreamWindow]:
