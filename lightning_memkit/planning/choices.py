@@ -49,7 +49,8 @@ class Choice:
 
     Attributes:
         column: one of `COLUMNS`.
-        name: its name in the table.
+        name: what it is asked for by.
+        words: what the table says; None for its name, empty if it does nothing.
         changes: what it changes numerically; empty if results are the same up to the order of sums.
         arguments: Trainer arguments.
         plugins: Trainer plugins.
@@ -66,6 +67,7 @@ class Choice:
     callbacks: tuple[PluginSpec, ...] = ()
     optimizer: EightBit | None = None
     shards: bool = False
+    words: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,13 @@ class Family:
         return self["states"].optimizer
 
     @property
-    def names(self) -> list[str]:
-        """The names of its choices in the table; a given precision is named, too."""
-        given = [GIVEN] if self["precision"].name == GIVEN else []
-        return [*given, *(choice.name for choice in self.choices if choice.name not in ("", GIVEN))]
+    def words(self) -> list[str]:
+        """What it does, as the table says it; nothing of what does nothing, or was given."""
+        said = [choice.name if choice.words is None else choice.words for choice in self.choices]
+        return [words for words in said if words not in ("", GIVEN)]
 
     def __str__(self) -> str:
-        return ", ".join(self.names) or GIVEN
+        return ", ".join(self.words) or GIVEN
 
 
 def precisions(device: Device | None) -> tuple[Choice, ...]:
@@ -124,6 +126,7 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
         Choice(
             column="precision",
             name="bfloat16, exact sums",
+            words="bfloat16 with exact sums",
             changes="bfloat16 arithmetic and gradients",
             plugins=(
                 PluginSpec(name="PureBF16Precision", options={"compensation": "split", "states": "exact"}),
@@ -132,6 +135,7 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
         Choice(
             column="precision",
             name="bfloat16, Kahan",
+            words="bfloat16 with Kahan summation",
             changes="bfloat16 arithmetic, gradients and states",
             plugins=(
                 PluginSpec(name="PureBF16Precision", options={"compensation": "kahan", "states": "compact"}),
@@ -181,20 +185,23 @@ def optimizer_states(instead: EightBit) -> tuple[Choice, ...]:
 
 def checkpointings() -> tuple[Choice, ...]:
     """Activation checkpointing policies, from none to the one that saves most memory."""
-    found = [Choice(column="checkpointing", name="none")]
+    found = [Choice(column="checkpointing", name="none", words="")]
+    said = {"every:2": "every second block checkpointed"}
     for policy in ("selective", "every:2", "full"):
         part = PluginSpec(name="ActivationCheckpointing", options={"policy": policy})
-        found.append(Choice(column="checkpointing", name=policy, callbacks=(part,)))
+        words = said.get(policy, f"{policy} checkpointing")
+        found.append(Choice(column="checkpointing", name=policy, callbacks=(part,), words=words))
     return tuple(found)
 
 
 def losses() -> tuple[Choice, ...]:
     """The module's own loss, or the same without logits."""
     return (
-        Choice(column="loss", name="own"),
+        Choice(column="loss", name="own", words=""),
         Choice(
             column="loss",
             name="chunked",
+            words="the loss without logits",
             changes="the loss in float32",
             callbacks=(PluginSpec(name="ChunkedLoss"),),
         ),

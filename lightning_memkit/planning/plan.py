@@ -9,7 +9,7 @@ import lightning_memkit
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
-from lightning_memkit.planning.choices import PluginSpec
+from lightning_memkit.planning.choices import GIVEN, PluginSpec
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.utilities.errors import PlanError
 
@@ -45,18 +45,9 @@ class Plan:
             PlanError: none fits.
         """
         if not self.fitting:
-            least = min(
-                (row for row in self.rows if row.taken_bytes), key=lambda row: row.taken_bytes, default=None
-            )
-            floor = (
-                "nothing could be predicted"
-                if least is None
-                else f"the least is {least.family}: {least.rejected}"
-            )
             raise PlanError(
-                f"Nothing fits {self.budget} less {self.budget.headroom:.0%} headroom; {floor}. Train fewer of the "
-                "parameters (adapters), a smaller model, shorter rows, or on more devices."
-                + (f" {self.hint}" if self.hint else "")
+                f"{self.answer} Train fewer of the parameters (adapters), a smaller model, shorter rows, or on more "
+                "devices." + (f" {self.hint}" if self.hint else "")
             )
         return self.rows[0]
 
@@ -119,32 +110,83 @@ class Plan:
         found["trainer"] = trainer
         return found
 
+    @property
+    def answer(self) -> str:
+        """The best configuration as a sentence; where nothing fits, the nearest miss."""
+        headroom = f"{self.budget.headroom:.0%} headroom"
+        if self.fitting:
+            row = self.best
+            changes = f" It changes: {row.family.changes}." if row.family.changes else ""
+            taken, usable = format_bytes(row.taken_bytes), format_bytes(self.budget.usable_bytes())
+            return f"{row.words}: {taken} of the {usable} that {headroom} leaves of {self.budget}.{changes}"
+        nearest = self._nearest_miss
+        miss = "" if nearest is None else f" The nearest is {nearest.words}: {self._missed(nearest)}."
+        return f"Nothing fits {self.budget} less {self.budget.headroom:.0%} headroom.{miss}"
+
     def __str__(self) -> str:
-        lines = [
-            f"Budget {self.budget} less {self.budget.headroom:.0%}; a batch of {self.rows_of_batch} rows."
-        ]
+        lines = [self.answer, "", *self._table()]
+        rejected = list(self._rejections())
+        if rejected:
+            lines += ["", "Rejected:", *(f"  {line}" for line in rejected)]
+        notes = [*self.notes, self.hint] if self.hint else self.notes
+        lines += ["", *notes] if notes else []
+        return "\n".join(line.rstrip() for line in lines)
+
+    def reasons(self) -> str:
+        """Each reason against a configuration, with those that it stands against."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if not row.fits:
+                found.setdefault(row.rejected, []).append(row)
+        return "\n".join(f"{_together(rows)}: {reason}" for reason, rows in found.items())
+
+    def _table(self) -> Iterator[str]:
         fastest = min((row.seconds for row in self.fitting), default=1.0) or 1.0
-        table = [("", "configuration", "micro-batch", "takes", "step", "changes")]
+        table = [("", "configuration", "of the batch", "memory", "time", "changes")]
         for number, row in enumerate(self.fitting, 1):
-            size = f"{row.micro_batch_size} x {row.parts}{row.chunks}"
             table.append(
                 (
                     str(number),
                     str(row.family),
-                    size,
+                    row.amount,
                     f"{'' if row.exact else '~'}{format_bytes(row.taken_bytes)}",
                     f"{row.seconds / fastest:.2f}",
                     row.family.changes or "nothing",
                 )
             )
-        lines += list(_aligned(table))
-        rejected = [row for row in self.rows if not row.fits]
-        if rejected:
-            lines += ["", "Rejected:"]
-            lines += [f"  {which}: {reason}" for reason, which in _by_reason(rejected).items()]
-        notes = [*self.notes, self.hint] if self.hint else self.notes
-        lines += ["", *notes] if notes else []
-        return "\n".join(line.rstrip() for line in lines)
+        return _aligned(table) if self.fitting else iter(())
+
+    def _rejections(self) -> Iterator[str]:
+        """A line for each kind of reason, with the nearest miss; of what is impossible one for each reason."""
+        kinds: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            if not row.fits:
+                kind = row.rejected if row.rejected_as == "impossible" else row.rejected_as
+                kinds.setdefault(kind, []).append(row)
+        for kind, rows in kinds.items():
+            if kind == "too large":
+                nearest = self._nearest_miss
+                miss = (
+                    f"the nearest is {nearest.words}: {self._missed(nearest)}"
+                    if nearest
+                    else rows[0].rejected
+                )
+                yield f"{len(rows)} too large; {miss}"
+            elif kind == "not needed":
+                less = "takes less" if self.budget.goal == "memory" else "computes less"
+                yield f"{len(rows)} not needed: what fits above {less}"
+            else:
+                yield f"{len(rows)} impossible: {kind}"
+
+    @property
+    def _nearest_miss(self) -> Row | None:
+        """Of what is too large, the predicted configuration that takes the least."""
+        missed = [row for row in self.rows if row.rejected_as == "too large" and row.taken_bytes]
+        return min(missed, key=lambda row: row.taken_bytes, default=None)
+
+    def _missed(self, row: Row) -> str:
+        over = row.taken_bytes - self.budget.usable_bytes()
+        return f"{format_bytes(row.taken_bytes)}, {format_bytes(over)} too much ({row.largest})"
 
     def _arguments(self, row: Row) -> dict[str, Any]:
         """The Trainer's arguments without plugins and callbacks; memkit's strategies are `PluginSpec`s."""
@@ -202,24 +244,16 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def _by_reason(rows: list[Row]) -> dict[str, str]:
-    """The configurations rejected for each reason, grouped by precision."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.rejected, []).append(row)
-    return {reason: _together(of) for reason, of in found.items()}
-
-
 def _together(rows: list[Row]) -> str:
-    """Names grouped by precision; other choices are listed only if they are few."""
+    """Configurations by name, those of a precision together; only counted if they are many."""
     said: dict[str, list[str]] = {}
     for row in rows:
-        precision, *others = row.family.names
+        precision, *others = row.family.words or [GIVEN]
         said.setdefault(precision, []).append(", ".join(others) or "nothing else")
     return "; ".join(
         f"{precision}, {' | '.join(others)}"
         if len(others) <= _NAMED_TOGETHER
-        else f"{precision}, all {len(others)}"
+        else f"{precision}, {len(others)} configurations"
         for precision, others in said.items()
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
@@ -9,6 +10,8 @@ from lightning_memkit.planning.budget import Goal
 from lightning_memkit.planning.choices import ACTIVATIONS, DDP, STATES, STATES_AND_ACTIVATIONS, Family
 from lightning_memkit.planning.times import Times, part_seconds, reduced, step_seconds
 from lightning_memkit.prediction.result import Prediction
+
+Rejection = Literal["too large", "not needed", "impossible"]
 
 _NAMED = 4  # categories in a reason
 
@@ -37,8 +40,12 @@ class ChunkLimits:
     tokens: int | None = None
 
     def __str__(self) -> str:
-        sizes = {"rows": self.rows, "tokens": self.tokens}
-        return "".join(f", chunks of {size} {name}" for name, size in sizes.items() if size is not None)
+        sizes = {"row": self.rows, "token": self.tokens}
+        return "".join(
+            f", modules in chunks of {size} {name}{'s' * (size > 1)}"
+            for name, size in sizes.items()
+            if size is not None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,7 @@ class Row:
         taken_bytes: bytes that it takes on the device; 0 if nothing was predicted.
         seconds: predicted time of an optimizer step; approximate, but comparable between rows.
         rejected: why it can't be used; empty if it fits.
+        rejected_as: the kind of that reason; None if it fits.
         gain: the largest fraction of its time that fewer, larger micro-batches could save.
         exact: whether this micro-batch was predicted; else it is extrapolated from smaller ones.
         prediction: of this micro-batch, or of the largest one predicted.
@@ -66,6 +74,7 @@ class Row:
     taken_bytes: int = 0
     seconds: float = 0.0
     rejected: str = ""
+    rejected_as: Rejection | None = None
     gain: float = 1.0
     exact: bool = True
     prediction: Prediction | None = field(default=None, repr=False, compare=False)
@@ -85,6 +94,30 @@ class Row:
     def fits(self) -> bool:
         """Whether it fits the budget."""
         return not self.rejected
+
+    @property
+    def amount(self) -> str:
+        """How much of the batch it takes at once, in words."""
+        size = self.micro_batch_size
+        rows = f"all {size} rows at once" if self.parts == 1 and size > 1 else _counted(size)
+        return f"{rows}{self.chunks}"
+
+    @property
+    def largest(self) -> str:
+        """The largest categories at the predicted peak, with their bytes; empty without a prediction."""
+        if self.prediction is None:
+            return ""
+        at_peak = sorted(self.prediction.anatomy.at_peak.items(), key=lambda item: -item[1])
+        return ", ".join(
+            f"{category.replace('_', ' ')} {format_bytes(count)}"
+            for category, count in at_peak[:_NAMED]
+            if count and category in CATEGORIES
+        )
+
+    @property
+    def words(self) -> str:
+        """What it does and how much of the batch it takes at once, as a sentence says it."""
+        return f"{self.family}, {self.amount}" if self.micro_batch_size else str(self.family)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +173,18 @@ class Problem:
         except Exception as error:  # whatever the user's step raises with these choices
             said = str(error).strip().splitlines()
             reason = f"a step fails: {type(error).__name__}: {said[0] if said else ''}"
-            return Row(family=family, micro_batch_size=size, chunks=chunks, rejected=reason, failed=error)
+            return Row(
+                family=family,
+                micro_batch_size=size,
+                chunks=chunks,
+                rejected=reason,
+                rejected_as="impossible",
+                failed=error,
+            )
         parts = self.parts(size)
         taken = round((prediction.total_bytes - self.beside_bytes) * self.residual)
         a_part, a_step = self._seconds(family, prediction)
-        return Row(
+        row = Row(
             family=family,
             micro_batch_size=size,
             chunks=chunks,
@@ -152,9 +192,12 @@ class Problem:
             taken_bytes=taken,
             # The last micro-batch may be smaller, so scale by rows: time is nearly proportional to them.
             seconds=a_part * self.rows / size + a_step,
-            rejected="" if taken <= self.usable_bytes else _too_much(prediction, f"{size}{chunks}", taken),
             prediction=prediction,
         )
+        if taken <= self.usable_bytes:
+            return row
+        reason = f"{row.amount}: {format_bytes(taken)}: {row.largest}"
+        return replace(row, rejected=reason, rejected_as="too large")
 
     def _seconds(self, family: Family, prediction: Prediction) -> tuple[float, float]:
         """Seconds of a micro-batch, and of the optimizer's step: operators, and copies that don't overlap."""
@@ -173,12 +216,5 @@ class Problem:
         return a_part, a_step
 
 
-def _too_much(prediction: Prediction, size: str, taken: int) -> str:
-    """A reason that names the largest categories."""
-    at_peak = sorted(prediction.anatomy.at_peak.items(), key=lambda item: -item[1])
-    named = ", ".join(
-        f"{category.replace('_', ' ')} {format_bytes(count)}"
-        for category, count in at_peak[:_NAMED]
-        if count and category in CATEGORIES
-    )
-    return f"micro-batch {size} takes {format_bytes(taken)}: {named}"
+def _counted(rows: int) -> str:
+    return "1 row at a time" if rows == 1 else f"{rows} rows at a time"

@@ -51,7 +51,7 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
         kind, left = _names(group[0], _BUT_OFFLOAD), _without(group, missing)
         if too_much.get(kind, group[0]["offload"].name) != group[0]["offload"].name:
             reason = f"more than with {too_much[kind]}, which does not fit"
-            rows += [Row(family=family, rejected=reason) for family in left]
+            rows += [_too_large(family, reason) for family in left]
             continue
         own = _of_one_group(left, problem, missing, found)
         rows += own
@@ -86,11 +86,11 @@ def _possible(families: Sequence[Family], problem: Problem) -> tuple[list[Family
     chosen, rows = set(within), list[Row]()
     for family in families:
         if refused[family]:
-            rows.append(Row(family=family, rejected=refused[family]))
+            rows.append(Row(family=family, rejected=refused[family], rejected_as="impossible"))
         elif family not in chosen:
             what = "weights and one gradient" if family.is_released else "weights and gradients"
             reason = f"{what} alone take {format_bytes(floors[family])}"
-            rows.append(Row(family=family, rejected=reason))
+            rows.append(_too_large(family, reason))
     return within, rows
 
 
@@ -112,7 +112,7 @@ def _of_one_group(
 ) -> list[Row]:
     """Rows of a group; its leanest family goes first, because if that does not fit, no other does."""
     idle = {family: _idle(family, problem, found) for family in families}
-    rows = [Row(family=family, rejected=reason) for family, reason in idle.items() if reason]
+    rows = [_not_needed(family, reason) for family, reason in idle.items() if reason]
     left, least = [family for family in families if not idle[family]], None
     while least is None:
         left = _without(left, missing)
@@ -125,25 +125,34 @@ def _of_one_group(
         if least is not None and least.failed is not None:
             rows.append(least)
             left, least = left[:-1], None
-    reason = _others_too_much(least, problem, found)
+    if not least.fits:
+        reason = f"more than {least.family}, which does not fit"
+        return [*rows, least, *(_too_large(family, reason) for family in left[:-1])]
+    reason = _more_than_others(least, problem, found)
     if reason:
-        return [*rows, least, *(Row(family=family, rejected=reason) for family in left[:-1])]
+        return [*rows, least, *(_not_needed(family, reason) for family in left[:-1])]
     for family in left:
         reason = _idle(family, problem, found)
-        rows.append(Row(family=family, rejected=reason) if reason else best_size(family, problem))
+        rows.append(_not_needed(family, reason) if reason else best_size(family, problem))
         found.append(rows[-1])
     return rows
 
 
-def _others_too_much(least: Row, problem: Problem, found: Sequence[Row]) -> str:
-    """Why the others of a group, which use more memory, need no prediction; empty if they may be useful."""
-    if not least.fits:
-        return f"more than with {least.family['checkpointing'].name} checkpointing, which does not fit"
+def _more_than_others(least: Row, problem: Problem, found: Sequence[Row]) -> str:
+    """Why the others of a group, which use more memory than its least, are not needed; empty if they may be."""
     if problem.goal == "memory" and least.family.is_released:
         for row in found:
             if row.fits and row.taken_bytes <= least.taken_bytes and is_lighter(row.family, least.family):
-                return f"more than {row.family} takes, micro-batch {row.micro_batch_size}"
+                return f"more than {row.words}"
     return ""
+
+
+def _too_large(family: Family, reason: str) -> Row:
+    return Row(family=family, rejected=reason, rejected_as="too large")
+
+
+def _not_needed(family: Family, reason: str) -> Row:
+    return Row(family=family, rejected=reason, rejected_as="not needed")
 
 
 def _idle(family: Family, problem: Problem, found: Sequence[Row]) -> str:
@@ -158,8 +167,7 @@ def _needs_no_more(row: Row) -> str:
     if row.parts == 1 and row.chunks.rows is None:
         return f"not needed: the whole batch fits with {row.family}"
     if row.gain <= _LITTLE:
-        rows = f"{row.micro_batch_size} rows"
-        return f"slower: {row.family} fits, and micro-batches of more than its {rows} gain nothing"
+        return f"slower: {row.words} fits, and more rows at a time gain nothing"
     return ""
 
 

@@ -82,6 +82,7 @@ def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -
     return replace(
         last,
         rejected="",
+        rejected_as=None,
         micro_batch_size=size,
         parts=problem.parts(size),
         taken_bytes=int(taken),

@@ -118,5 +118,5 @@ def test_rows_in_chunks_of_tokens_say_what_the_calculation_leaves_out():
     plain = row(predicted)
     chunked = replace(plain, chunks=ChunkLimits(tokens=8))
     without, shown = (beside_prediction(one, Llama(), batch(), given) for one in (plain, chunked))
-    note = "By hand without chunks of 8 tokens: activations are less as predicted."
+    note = "By hand without modules in chunks of 8 tokens: activations are less as predicted."
     assert shown == f"{without}\n{note}"

@@ -130,8 +130,8 @@ def test_a_precision_whose_least_does_not_fit_is_left_after_one_prediction():
     assert asked.count("float32") == 1
     reasons = {row.rejected for row in rows if row.family["precision"].name == "float32"}
     assert reasons == {
-        "micro-batch 1 takes 3.92 KiB: weights 3.92 KiB",
-        "more than with full checkpointing, which does not fit",
+        "1 row at a time: 3.92 KiB: weights 3.92 KiB",
+        "more than float32, full checkpointing, the loss without logits, which does not fit",
     }
 
 
@@ -193,7 +193,7 @@ def test_where_larger_parts_gain_nothing_what_computes_more_is_not_searched():
     rows, _ = search(all_families(), problem(formula, 1650))
     assert rows[0].family["checkpointing"].name == "none"
     assert 1 < rows[0].parts
-    assert any("fits, and micro-batches of more than its" in row.rejected for row in rows)
+    assert any("fits, and more rows at a time gain nothing" in row.rejected for row in rows)
     assert len(formula.asked) <= 20
 
 

@@ -27,7 +27,7 @@ def test_a_row_that_does_not_fit_is_planned_in_chunks_and_trains_as_predicted() 
     best = found.best
     assert best.chunk_tokens is not None
     assert 1 < best.chunk_tokens < TOKENS
-    assert f"1 x 2, chunks of {best.chunk_tokens} tokens" in str(found)
+    assert f"1 row at a time, modules in chunks of {best.chunk_tokens} tokens" in str(found)
     without = [row for row in found.rows if not row.fits and row.taken_bytes and row.chunk_tokens is None]
     assert min(row.taken_bytes for row in without) > budget.usable_bytes()
     arguments = found.trainer_kwargs()

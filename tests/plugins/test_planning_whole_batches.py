@@ -52,7 +52,7 @@ def test_the_rows_of_a_chunk_are_those_of_the_run_and_so_is_the_peak() -> None:
     best = found.best
     assert best.chunk_rows is not None
     assert 1 < best.chunk_rows < ROWS
-    assert f"{ROWS} x 1, chunks of {best.chunk_rows} rows" in str(found)
+    assert f"all {ROWS} rows at once, modules in chunks of {best.chunk_rows} rows" in str(found)
     assert "its chunk of rows is found by itself" in str(found)
     kept = fitted(found)
     assert kept.sizing is not None
@@ -65,7 +65,7 @@ def test_what_fits_whole_needs_no_chunks_and_what_does_not_fit_is_told_by_its_sm
     assert planned("20MiB", "auto", full).best.chunk_rows is None
     (row,) = planned("3MiB", "auto", full).rows
     assert not row.fits
-    assert "chunks of 1 rows takes" in row.rejected
+    assert "modules in chunks of 1 row: " in row.rejected
 
 
 def test_a_chunk_that_was_given_is_kept() -> None:

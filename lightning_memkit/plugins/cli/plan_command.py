@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
         help="open: in 8 bits, too, by bitsandbytes' optimizer in the place of torch's; changes numbers",
     )
     found.add_argument(
-        "--explain", action="store_true", help="the first by hand, term by term, beside its prediction"
+        "--explain",
+        action="store_true",
+        help="each rejected one with its reason; the first by hand, term by term, beside its prediction",
     )
     found.add_argument(
         "--output", metavar="FILE.yaml", help="write the planned config, which `memkit fit` runs"
@@ -80,10 +82,10 @@ def run(words: Sequence[str]) -> int:
     found = cli.plan(budget, options.optimizer_states)
     print(found)
     if options.explain:
-        print(f"\n{bytes_a_parameter()}\n")
+        print(f"\n{found.reasons()}\n\n{bytes_a_parameter()}\n")
         row = next((row for row in found.rows if row.prediction is not None), None)
         if row is not None:
-            print(f"{row.family}, micro-batch {row.micro_batch_size}, by hand and as predicted:\n")
+            print(f"{row.words}, by hand and as predicted:\n")
             print(cli.beside_prediction(row, found.given))
     found.best  # noqa: B018  raises where nothing fits
     if options.output:
@@ -134,7 +136,7 @@ class ConfiguredRun(MemkitCLI):
 
     def build_model(self) -> LightningModule:
         """Build the model at the config's dtype on the current default device, with its optimizer."""
-        dtype = target_dtype(self._section.get("trainer", Namespace()))
+        dtype = target_dtype(self.trainer_section)
         with nullcontext() if dtype is None else build_on(None, dtype):
             built = self._built("data", "trainer")
         self.config_init = Namespace({str(self.subcommand): built})
@@ -167,6 +169,11 @@ class ConfiguredRun(MemkitCLI):
         part = batch if size >= rows else split_batch(batch, [size, rows - size])[0]
         with torch.device("meta"):
             return beside_prediction(row, self.build_model(), part, given)
+
+    @property
+    def trainer_section(self) -> Namespace:
+        """The config's `trainer`."""
+        return self._section.get("trainer", Namespace())
 
     def planned_yaml(self, found: Plan) -> str:
         """The config, completed with the plan's best configuration."""

@@ -158,7 +158,7 @@ def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]
         return ""
     return (
         f"{instead.replaces} could keep its states in 8 bits, which changes numbers and is yours to choose; "
-        f"{row.family}, micro-batch {row.micro_batch_size}, takes {format_bytes(row.taken_bytes)}: "
+        f"{row.words} takes {format_bytes(row.taken_bytes)}: "
         'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
     )
 
