@@ -4,8 +4,10 @@ import argparse
 import io
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 COMMANDS = {
     "fit": "Train the model of a config.",
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(words[1:])
     if words[0] == "consolidate":
         return _consolidate(words[1:])
+    if words[0] == "fit" and any(word.partition("=")[0] == "--budget" for word in words):
+        return _reported(lambda: _fit_as_planned(words[1:]))
     return _run(words)
 
 
@@ -78,7 +82,7 @@ def _help() -> str:
             "",
             "  memkit doctor",
             "  memkit plan --config job.yaml --budget 24GiB --output planned.yaml",
-            "  memkit fit --config planned.yaml",
+            "  memkit fit --config planned.yaml             or both at once: fit --budget 24GiB --config job.yaml",
             "  memkit report lightning_logs/version_0",
             "",
             "A config names a model, its data and the Trainer, as for LightningCLI; classes of the folder one stands",
@@ -105,6 +109,13 @@ def _fit() -> int:
 
     MemkitCLI()
     return 0
+
+
+def _fit_as_planned(words: list[str]) -> int:
+    from lightning_memkit.plugins.cli.planned_fit import planned_words
+
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
+        return _run(planned_words(words, Path(folder)))
 
 
 def _plan(words: list[str]) -> int:

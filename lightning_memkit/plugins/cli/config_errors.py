@@ -70,11 +70,16 @@ def refuse_unrunnable(trainer: Namespace) -> None:
         raise ConfigError(
             f"trainer.strategy={strategy!r} is no strategy{meant}; there are {', '.join(sorted(known))}."
         )
-    budgets = [one.class_path for one in entries(trainer, "callbacks") if splits_batches(class_of(one))]
+    budgets = budgets_in(trainer)
     if len(budgets) > 1:
         raise ConfigError(
             f"trainer.callbacks has {len(budgets)} of {budgets[0]}, and a run has one budget: remove all but one."
         )
+
+
+def budgets_in(trainer: Namespace) -> list[str]:
+    """The classes of a `trainer` section's callbacks that run batches in micro-batches within a budget."""
+    return [one.class_path for one in entries(trainer, "callbacks") if splits_batches(class_of(one))]
 
 
 def _cause(text: str, names: tuple[str, ...] = (), key: str = "") -> str:
