@@ -7,7 +7,7 @@ import rich.table
 from lightning_memkit.memory import tables as of_memory
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.memory.words import UNMETERED, peak_words
+from lightning_memkit.memory.words import UNMETERED, difference, peak_words, time_share
 
 
 def tables(report: StepReport) -> Iterator[rich.table.Table]:
@@ -17,6 +17,16 @@ def tables(report: StepReport) -> Iterator[rich.table.Table]:
     yield from map(_drawn, others)
 
 
+def last_screen(report: StepReport) -> Iterator[rich.table.Table | str]:
+    """What a run ends with, in ten lines: its peak, the largest categories, and the change that helps most."""
+    yield _title(report)
+    yield _drawn(of_memory.short_table(report), is_plain=True)
+    if report.predicted is not None and report.predicted.what:
+        yield f"{report.predicted.what}."
+    if advice := _first_advice(report):
+        yield f"Next: {advice}"
+
+
 def comparison_tables(
     one: StepReport, other: StepReport, names: tuple[str, str]
 ) -> Iterator[rich.table.Table]:
@@ -24,15 +34,33 @@ def comparison_tables(
     yield from map(_drawn, of_memory.comparison_tables(one, other, names))
 
 
+def _first_advice(report: StepReport) -> str:
+    """A leak, which grows; else the change that saves most for its time; else the most wasteful thing there is."""
+    findings = sorted(report.anatomy.findings, key=lambda one: (one.kind == "kept_tensors", one.size_bytes))
+    if report.advice and not (findings and findings[-1].kind == "kept_tensors"):
+        one = report.advice[0]
+        price = f"{difference(one.saved_bytes, 0)}, time of a step {time_share(one.time_share)}"
+        return f"{one.how} ({one.change}): {price}, changes {one.changes or 'nothing'}"
+    more = f" ({len(findings) - 1} more in the report)" if len(findings) > 1 else ""
+    return f"{findings[-1]}{more}" if findings else ""
+
+
 def _drawn(
-    table: of_memory.ReportTable, title: str | None = None, caption: str | None = None
+    table: of_memory.ReportTable,
+    title: str | None = None,
+    caption: str | None = None,
+    *,
+    is_plain: bool = False,
 ) -> rich.table.Table:
-    drawn = rich.table.Table(
-        title=title or table.title,
-        title_justify="left",
-        caption=caption or table.note or None,
-        caption_justify="left",
-    )
+    if is_plain:
+        drawn = rich.table.Table(box=None, pad_edge=False)
+    else:
+        drawn = rich.table.Table(
+            title=title or table.title,
+            title_justify="left",
+            caption=caption or table.note or None,
+            caption_justify="left",
+        )
     for name, own in zip(table.columns, table.classes, strict=True):
         drawn.add_column(name, justify="right" if own.startswith("n") else "left", overflow="fold")
     for row in table.rows:

@@ -19,6 +19,7 @@ from lightning_memkit.memory.words import (
 )  # fmt: skip
 
 _MODULES = 20  # the most rows of the table of modules
+_LARGEST = 5  # categories in the short table
 _NONE_BETTER = "No single change that the planner knows would lower the peak."
 
 
@@ -81,6 +82,26 @@ def category_table(report: StepReport) -> ReportTable:
             rows.append([_spelt(name), *cells, CATEGORIES[name]])
     columns, classes, total = [*columns, "what it is"], [*classes, "wide"], [*total, ""]
     return ReportTable("By category", columns, classes, rows, total, note, by_category=True)
+
+
+def short_table(report: StepReport) -> ReportTable:
+    """The largest categories at the peak, and the others in one row."""
+    anatomy, predicted = report.anatomy, report.predicted
+    foreseen = {} if predicted is None or not predicted.peak_bytes else predicted.at_peak
+    names = sorted(CATEGORIES, key=lambda name: -anatomy.at_peak.get(name, 0))
+    groups = [(_spelt(name), [name]) for name in names[:_LARGEST]] + [("all others", names[_LARGEST:])]
+    rows = []
+    for title, members in groups:
+        size, expected = (sum(of.get(name, 0) for name in members) for of in (anatomy.at_peak, foreseen))
+        if size or expected:
+            cells = [title, format_bytes(size), share(size, anatomy.peak_bytes)]
+            rows.append([*cells, format_bytes(expected)] if foreseen else cells)
+    total = ["all", format_bytes(anatomy.peak_bytes), ""]
+    columns, classes = ["category", "at the peak", "share"], ["", "n", "n"]
+    if foreseen:
+        columns, classes = [*columns, "predicted"], [*classes, "n"]
+        total += [format_bytes(sum(foreseen.values()))]
+    return ReportTable("At the peak", columns, classes, rows, total, by_category=True)
 
 
 def kind_table(report: StepReport) -> ReportTable:

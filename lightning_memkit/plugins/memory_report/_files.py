@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_memkit.memory.page import page
 from lightning_memkit.memory.report import StepReport
-from lightning_memkit.memory.report_table import tables
+from lightning_memkit.memory.report_table import last_screen
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins.asked import budget_of
 from lightning_memkit.plugins.cli.report_command import FAILED, REPORT
@@ -35,13 +35,11 @@ class ReportFiles:
 
     @rank_zero_only
     def write(self, report: StepReport) -> None:
-        """Print the tables, and write JSON and page."""
+        """Print what a run ends with, and write JSON and page."""
         self._write(report, self._path)
-        for table in tables(report):
-            self._printer.show(self._trainer, table)
-        self._printer.show(
-            self._trainer, f"memory report: {self._path}, {self._path.with_suffix('.html').name}"
-        )
+        for what in last_screen(report):
+            self._printer.show(self._trainer, what)
+        self._printer.show(self._trainer, f"memkit report {_short(self._path)}: every table, and the page")
         budget, peak = budget_of(self._trainer), report.anatomy.peak_bytes
         if budget is not None and peak > budget.budget_bytes:
             over = format_bytes(peak - budget.budget_bytes)
@@ -73,3 +71,10 @@ class ReportFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         report.to_json(path)
         write_whole(path.with_suffix(".html"), page(report))
+
+
+def _short(path: Path) -> Path:
+    """The path from where one stands, if it is below; the folder stands for the report in it."""
+    path = path.parent if path.name == REPORT else path
+    here = Path.cwd()
+    return path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path

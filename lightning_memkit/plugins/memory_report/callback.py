@@ -219,7 +219,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._watch.drop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the tables and the findings, and write JSON and page."""
+        """Print the peak and what would help most, and write JSON and page."""
         self._drop_meter()
         self._judge(trainer, pl_module)
         self.findings += fragmentation_of(trainer.strategy.root_device)
@@ -227,8 +227,8 @@ class MemoryReport(LeavesRunBehind, Callback):
             run = replace(self.report.run, retries=facts(trainer, self._batches).retries)
             self.report = replace(self.report, run=run).with_findings(self.findings)
             self._files.write(self.report)
-        experts = expert_bytes(pl_module)
-        self._print_lines(trainer, self.findings if experts is None else (*self.findings, experts))
+        found = () if self.report is not None else self.findings
+        self._print_lines(trainer, (*found, *filter(None, [expert_bytes(pl_module)])))
 
     def on_out_of_memory(self, trainer: Trainer, error: BaseException) -> None:
         """Report a step that ran out of memory while its tensors are alive; MemoryBudget calls this."""
