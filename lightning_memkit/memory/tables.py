@@ -19,7 +19,7 @@ from lightning_memkit.memory.words import (
 )  # fmt: skip
 
 _MODULES = 20  # the most rows of the table of modules
-_LARGEST = 5  # categories in the short table
+_LARGEST = 6  # categories in the short table
 _NONE_BETTER = "No single change that the planner knows would lower the peak."
 
 

@@ -39,7 +39,8 @@ class ReportFiles:
         self._write(report, self._path)
         for what in last_screen(report):
             self._printer.show(self._trainer, what)
-        self._printer.show(self._trainer, f"memkit report {_short(self._path)}: every table, and the page")
+        rest = f"memkit report {_short(self._path)} (every table, and the page)"
+        self._printer.show(self._trainer, f"memory report: {rest}")
         budget, peak = budget_of(self._trainer), report.anatomy.peak_bytes
         if budget is not None and peak > budget.budget_bytes:
             over = format_bytes(peak - budget.budget_bytes)
