@@ -102,7 +102,8 @@ def test_a_smaller_budget_gives_smaller_parts_and_the_table_says_why():
     assert wide.best.parts == 1
     assert tight.best.parts > 1
     assert tight.best.taken_bytes <= tight.budget.usable_bytes()
-    assert "not needed: the whole batch fits with" in str(wide)
+    assert "not needed: the whole batch fits with" in wide.reasons()
+    assert " not needed: what fits above computes less" in str(wide)
     assert "changes" in str(tight)
     assert "No transformers model with an output head" in str(tight)  # nothing for ChunkedLoss
     seconds = [row.seconds for row in tight.fitting]
