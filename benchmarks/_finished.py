@@ -30,8 +30,11 @@ class FinishedCells:
         key = hashlib.sha256(json.dumps([state, installed_versions()]).encode()).hexdigest()
         self._path = folder / f"{sweep}-{key[:12]}.jsonl"
         if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-            self.found = dict(map(json.loads, lines))
+            whole, _, _ = self._path.read_text(encoding="utf-8").rpartition(
+                "\n"
+            )  # the rest was cut off by a kill
+            self.found = dict(map(json.loads, whole.splitlines()))
+            self._path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
     def add(self, cell: str, result: Any) -> None:
         """Keep a cell's result, plain data."""

@@ -43,6 +43,17 @@ def test_what_has_ended_is_found_again_until_the_sweep_ends(code: Path, tmp_path
     assert FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found == {}
 
 
+def test_a_line_that_a_kill_cut_off_is_left_out(code: Path, tmp_path: Path) -> None:
+    FinishedCells("sweep", ["swept.py"], tmp_path / "cells").add("a", 1)
+    (path,) = (tmp_path / "cells").iterdir()
+    with path.open("a") as file:
+        file.write('["b", {"poi')
+    again = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    assert again.found == {"a": 1}
+    again.add("c", 3)
+    assert FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found == {"a": 1, "c": 3}
+
+
 def test_cells_of_other_code_are_not_taken(code: Path, tmp_path: Path) -> None:
     FinishedCells("sweep", ["swept.py"], tmp_path / "cells").add("a", 1)
     (code / "swept.py").write_text("second")

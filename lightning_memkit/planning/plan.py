@@ -124,13 +124,11 @@ class Plan:
         return f"Nothing fits {self.budget} less {self.budget.headroom:.0%} headroom.{miss}"
 
     def __str__(self) -> str:
-        lines = [self.answer, "", *self._table()]
-        rejected = list(self._rejections())
-        if rejected:
-            lines += ["", "Rejected:", *(f"  {line}" for line in rejected)]
+        rejected = [f"  {line}" for line in self._rejections()]
         notes = [*self.notes, self.hint] if self.hint else self.notes
-        lines += ["", *notes] if notes else []
-        return "\n".join(line.rstrip() for line in lines)
+        paragraphs = [self.answer], self._table(), ["Rejected:", *rejected] if rejected else [], notes
+        said = ("\n".join(line.rstrip() for line in lines) for lines in paragraphs)
+        return "\n\n".join(paragraph for paragraph in said if paragraph)
 
     def reasons(self) -> str:
         """Each reason against a configuration, with those that it stands against."""
@@ -157,7 +155,10 @@ class Plan:
         return _aligned(table) if self.fitting else iter(())
 
     def _rejections(self) -> Iterator[str]:
-        """A line for each kind of reason, with the nearest miss; of what is impossible one for each reason."""
+        """A line for each kind of reason, with the nearest miss; of what is impossible one for each reason.
+
+        Where nothing fits, the answer has named the nearest miss.
+        """
         kinds: dict[Any, list[Row]] = {}
         for row in self.rows:
             if not row.fits:
@@ -166,12 +167,10 @@ class Plan:
         for kind, rows in kinds.items():
             if kind == "too large":
                 nearest = self._nearest_miss
-                miss = (
-                    f"the nearest is {nearest.words}: {self._missed(nearest)}"
-                    if nearest
-                    else rows[0].rejected
-                )
-                yield f"{len(rows)} too large; {miss}"
+                miss = rows[0].rejected
+                if nearest is not None:
+                    miss = f"the nearest is {nearest.words}: {self._missed(nearest)}" if self.fitting else ""
+                yield f"{len(rows)} too large{'; ' * bool(miss)}{miss}"
             elif kind == "not needed":
                 less = "takes less" if self.budget.goal == "memory" else "computes less"
                 yield f"{len(rows)} not needed: what fits above {less}"

@@ -12,6 +12,7 @@ import yaml
 
 from lightning_memkit import MemoryBudget
 from lightning_memkit.cli import main
+from lightning_memkit.plugins.cli.planned_fit import _is_one_of_several
 from tests import cli_models
 from tests.plugins.noise import NOISE
 
@@ -77,7 +78,7 @@ def test_it_trains_as_the_written_plan_does(config: Callable[..., str], tmp_path
             {},
             "--budget=1MiB stands beside the lightning_memkit.MemoryBudget of the config",
         ),
-        (["--budget=1MiB"], {}, {"WORLD_SIZE": "2"}, "a launcher has started 2; plan once, `memkit plan"),
+        (["--budget=1MiB"], {}, {"WORLD_SIZE": "2"}, "a launcher has started; plan once, `memkit plan"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_before_anything_is_built(
@@ -99,6 +100,31 @@ def test_what_can_not_be_planned_is_refused_before_anything_is_built(
 def test_where_nothing_fits_it_does_not_train(config: Callable[..., str], capsys: Any) -> None:
     assert main(["fit", "--config", config(), "--budget", "64KiB"]) == 1
     assert "Nothing fits 64.00 KiB on the CPU" in capsys.readouterr().err
+
+
+SLURM = {"SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "several"),
+    [
+        ({}, False),
+        ({**TORCHRUN, "WORLD_SIZE": "1"}, False),
+        ({**TORCHRUN, "WORLD_SIZE": "4"}, True),
+        ({**SLURM, "SLURM_NTASKS": "1"}, False),
+        ({**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "8"}, True),
+        ({"SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "8"}, False),
+        ({"LOCAL_RANK": "0"}, True),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False),
+    ],
+)
+def test_the_processes_of_a_launcher_are_known(
+    environ: dict[str, str], several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert _is_one_of_several() is several
 
 
 @pytest.mark.long

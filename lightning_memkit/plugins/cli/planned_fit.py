@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import get_args
 
 from jsonargparse import Namespace
+from lightning.pytorch.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from lightning_memkit.memory.measure import check_budget
 from lightning_memkit.planning.budget import Budget, Goal
 from lightning_memkit.plugins.cli.config_errors import ConfigError, budgets_in
 from lightning_memkit.plugins.cli.plan_command import ConfiguredRun
+
+_LAUNCHERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
 
 
 def planned_words(words: Sequence[str], folder: Path) -> list[str]:
@@ -26,7 +34,7 @@ def planned_words(words: Sequence[str], folder: Path) -> list[str]:
         The words after `memkit` that train as planned.
 
     Raises:
-        ConfigError: the budget is refused, the config has one already, or the launcher has started several processes,
+        ConfigError: the budget is refused, the config has one already, or a launcher has started several processes,
             each of which would plan.
         PlanError: nothing fits.
     """
@@ -65,10 +73,18 @@ def _device(trainer: Namespace) -> str:
 
 
 def _refuse_several_processes() -> None:
-    """A launcher's processes would each plan, and need not come to the same."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if "LOCAL_RANK" in os.environ or (ranks.isdecimal() and int(ranks) > 1):
+    """The processes of a launcher would each plan, and need not come to the same."""
+    if _is_one_of_several():
         raise ConfigError(
-            f"--budget plans in one process, and a launcher has started {ranks}; plan once, `memkit plan --config ... "
-            "--budget ... --output planned.yaml`, and launch `memkit fit --config planned.yaml`."
+            "--budget plans in one process, and this is one of several that a launcher has started; plan once, "
+            "`memkit plan --config ... --budget ... --output planned.yaml`, and launch `memkit fit --config "
+            "planned.yaml`."
         )
+
+
+def _is_one_of_several() -> bool:
+    """Whether a launcher that Lightning knows has started several processes, or somebody has by hand."""
+    for launcher in _LAUNCHERS:
+        if launcher.detect():
+            return launcher().world_size() > 1
+    return os.environ.get("WORLD_SIZE", "2" if "LOCAL_RANK" in os.environ else "1") != "1"
