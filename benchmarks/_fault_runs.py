@@ -1,11 +1,12 @@
 """One training run with a fault in it: what it ends with, and whether that is bitwise what it should be."""
 
 import copy
+import copyreg
 import gc
 import logging
 import random
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,11 +22,14 @@ from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.shares.batch_numbers import BatchCount
 from lightning_memkit.testing import Faults, count_allocations, sweep
 from tests.plugins.fake_accelerator import FakeAccelerator
 from tests.testing.fake_device import FakeDevice, fake_device
 
 Kind = Literal["operators", "allocator"]
+# Methods of `Weighing` that compare rows: before a batch, and after one whose loss was not as proven.
+_COMPARISONS = ("settle", "again")
 # Of an optimizer step: the rows of a micro-batch, and the rows and tokens of a chunk.
 Partition = tuple[tuple[int, int, int | None, int | None], ...]
 
@@ -96,25 +100,30 @@ class Proofs:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, int], ...], tuple[dict[str, Any], Any]] = {}
+        self._known: dict[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], Any]] = {}
 
     def given_to(self, weighing: Weighing) -> None:
         """Let a run's comparisons find what runs before it have shown."""
-        compare, path = weighing.settle, list[tuple[int, int]]()
+        path, stock = list[tuple[Any, ...]](), {name: getattr(weighing, name) for name in _COMPARISONS}
 
-        def settle(step: Any, trials: Trials, micro_batch_size: int) -> None:
-            path.append((step.trainer.global_step, micro_batch_size))
-            known = self._known.get(tuple(path))
-            if known is not None:
-                shown, trials.changing = known
+        def remembered(name: str) -> Callable[[Any, Trials, int], None]:
+            def compare(step: Any, trials: Trials, micro_batch_size: int) -> None:
+                what_for = str(weighing.rules), str(sorted(map(str, weighing.head)))
+                path.append((name, step.trainer.global_step, micro_batch_size, *what_for))
+                if tuple(path) not in self._known:
+                    stock[name](step, trials, micro_batch_size)
+                    trials.values, trials.returned, trials.logged = {}, {}, []
+                    if weighing.state is not None:
+                        return
+                    shown = {name: value for name, value in vars(weighing).items() if name not in stock}
+                    self._known[tuple(path)] = copy.deepcopy(shown), trials.changing
+                # Also in the run that has compared: all hold as many bytes.
+                shown, trials.changing = self._known[tuple(path)]
                 vars(weighing).update(copy.deepcopy(shown))
-                return
-            compare(step, trials, micro_batch_size)
-            if weighing.state is None:
-                shown = {name: value for name, value in vars(weighing).items() if name != "settle"}
-                self._known[tuple(path)] = copy.deepcopy(shown), trials.changing
 
-        weighing.settle = settle
+            return compare
+
+        vars(weighing).update({name: remembered(name) for name in stock})
 
 
 class ArmedBudget(MemoryBudget):
@@ -258,6 +267,8 @@ def quiet() -> None:
     torch.set_num_threads(1)
     # bitsandbytes compiles what it steps on the device "fake", for minutes.
     torch._dynamo.config.disable = True
+    # `Proofs` copies thousands of these at a time; a reducer that returns a string says that no copy is needed.
+    copyreg.pickle(BatchCount, lambda count: "BatchCount")
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", NoEffectWarning)  # a case must be what its name says
     logging.disable(logging.WARNING)
