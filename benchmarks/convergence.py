@@ -138,6 +138,7 @@ def variants() -> dict[str, Variant]:
         "kahan": Variant("memkit kahan, compact", partial(_memkit, "kahan", "compact")),
         "split": Variant("memkit split, compact", partial(_memkit, "split", "compact")),
         "split_exact": Variant("memkit split, exact", partial(_memkit, "split", "exact")),
+        "split24": Variant("memkit split24, compact", partial(_memkit, "split24", "compact")),
         "stochastic": Variant("memkit stochastic, compact", partial(_memkit, "stochastic", "compact")),
         "8bit": Variant("memkit kahan over bitsandbytes 8-bit", _memkit_8bit),
         "8bit_states": Variant("bitsandbytes 8-bit states on float32", _adapted_8bit, "float32"),

@@ -4,7 +4,8 @@ The update is torch's own SGD with a gradient of -1, so that it is the same floa
 in every row and step. `split_vs_master_*` is the largest difference of any weight from the master's.
 `error_*` is the difference of how far a weight has come, as a share of how far the master has come: 1 where it
 has not moved. All figures are of the mean of 256 weights; `spread` is their standard deviation, which is what
-rounding at random costs: the weights' own in the stochastic rows, that of Kahan's rest in memkit's kahan.
+rounding at random costs: the weights' own in the stochastic rows, in memkit's kahan that of Kahan's rest, in
+split24 that of the 24th bit.
 """
 
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def candidates(seed: int) -> dict[str, tuple[str, Build]]:
     """Every optimizer over bfloat16 weights, by the key of its figures."""
     return {
         "split": ("memkit split", partial(_memkit, "split", seed)),
+        "split24": ("memkit split24", partial(_memkit, "split24", seed)),
         "kahan": ("memkit kahan", partial(_memkit, "kahan", seed)),
         "stochastic": ("memkit stochastic", partial(_memkit, "stochastic", seed)),
         "none": ("memkit none", partial(_memkit, "none", seed)),

@@ -51,6 +51,7 @@ FIGURES = {
     "memkit kahan, compact": "kahan",
     "memkit split, compact": "split",
     "memkit split, exact": "split_exact",
+    "memkit split24, compact": "split24",
     "memkit split over bitsandbytes AdamW 8-bit": "8bit",
     "memkit split, compact, over Adafactor": "adafactor",
     "torch Adafactor, fp32": "adafactor_torch",
@@ -181,7 +182,12 @@ def gpu_rows(options: Options) -> list[GpuRow]:
 def _candidates(notes: list[str]) -> Iterator[tuple[str, torch.dtype, Build]]:
     """Label, weights' dtype and constructor of everything that is timed against the base."""
     low = torch.bfloat16
-    for mode, states in (("kahan", "compact"), ("split", "compact"), ("split", "exact")):
+    for mode, states in (
+        ("kahan", "compact"),
+        ("split", "compact"),
+        ("split", "exact"),
+        ("split24", "compact"),
+    ):
         yield f"memkit {mode}, {states}", low, _memkit(mode, states)
     yield "memkit split, compact, over Adafactor", low, lambda p: _split(torch.optim.Adafactor(p))
     yield "torch Adafactor, fp32", torch.float32, torch.optim.Adafactor

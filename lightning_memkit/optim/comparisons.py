@@ -221,7 +221,9 @@ def _named(rounded: Collection[str]) -> str:
 def _remedy(mode: Mode, *, exact: bool) -> str:
     """The remedy, in the words of both the plugin (`compensation`) and `compensate` (`mode`)."""
     split = "compensation='split' (`mode` of `compensate`), which keeps the exact float32 weight"
-    price = "for as many bytes" if mode == "kahan" else "for 2 bytes a parameter more"
+    price = {"kahan": "for as many bytes", "split24": "for 1 byte a parameter more"}.get(
+        mode, "for 2 bytes a parameter more"
+    )
     wanted = [] if mode == "split" else [f"{split} {price}"]
     if exact:
         wanted.append("states='exact', which keeps the states in float32")

@@ -19,7 +19,6 @@ from lightning_memkit.optim.comparisons import refuse_comparisons
 from lightning_memkit.optim.consolidate import float32_weight
 from lightning_memkit.optim.eager import restore_filled_states, warn_of_own_values, widen_own_buffers
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, is_bitsandbytes
-from lightning_memkit.optim.kahan import COMPENSATION as KAHAN
 from lightning_memkit.optim.methods import (
     COMPENSATION,
     give_step_back,
@@ -32,12 +31,18 @@ from lightning_memkit.optim.methods import (
     stock_step,
     uses_closure_its_own_way,
 )
-from lightning_memkit.optim.modes import LOW_STATES, Mode, States, check_options
+from lightning_memkit.optim.modes import (
+    LOW_STATES,
+    Mode,
+    States,
+    check_options,
+    low_state_of,
+    low_state_of_tensor,
+)
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
-from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.optim.wrapper_checkpoints import keep_states_exact
 from lightning_memkit.utilities.errors import NoEffectWarning
@@ -167,15 +172,17 @@ def compensate(
     """Make an optimizer over bfloat16 weights step in float32; 2 bytes a parameter more for kahan and split.
 
     Weights, gradients and AdamW's moments then take 10 bytes a parameter with ``states="compact"`` and 14
-    with ``"exact"``. Parameters of other dtypes are stepped by the same call, as they are.
+    with ``"exact"``, and one byte less with ``mode="split24"``. Parameters of other dtypes are stepped by the same
+    call, as they are.
 
     Args:
         optimizer: any optimizer that steps each parameter by itself; of a `ZeroRedundancyOptimizer` the inner
             optimizer, which has this rank's shard, is compensated. An optimizer that combines values over the
             whole model is given all of it at once, at 16 bytes a parameter, if its groups reveal it (Prodigy,
             D-Adaptation, ``max_grad_norm``); for any other such optimizer set ``bucket_bytes`` large enough.
-        mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it, ``"stochastic"``
-            rounds at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
+        mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it,
+            ``"split24"`` its first 24 bits, the last of them rounded at random, ``"stochastic"`` rounds to
+            bfloat16 at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"exact"``
             keeps every state in float32.
         low_halves: int16 low halves of float32 weights, as `cast_module` collects them, or those of another
@@ -226,12 +233,11 @@ def compensate(
         if not known:
             warn_of_own_values(optimizer)
     optimizer.__dict__[COMPENSATION] = compensation
-    if mode in ("kahan", "split"):
+    if low_state_of(mode) is not None:
         for slot in slots(optimizer):
             low = (low_halves or {}).get(slot.parameter)
             if low is not None and is_compensated(slot.parameter):
-                name = LOW_HALF if low.dtype == torch.int16 else KAHAN
-                optimizer.state[slot.parameter][name] = low.to(slot.parameter.device)
+                optimizer.state[slot.parameter][low_state_of_tensor(low)] = low.to(slot.parameter.device)
     _mend_loading(optimizer)
     return compensation
 

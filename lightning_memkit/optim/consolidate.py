@@ -16,10 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.checkpoints import LOW_HALVES_KEY, STATE_KEY, as_low
-from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
-from lightning_memkit.optim.modes import LOW_STATES
+from lightning_memkit.optim.modes import LOW_STATES, join_low_, split_low_
 from lightning_memkit.optim.pieces import slots
-from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 NAMES_KEY = "memkit_parameter_names"  # the checkpoint key of what `parameter_names` returned
@@ -42,7 +40,7 @@ def float32_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     if name is None:
         return wide.copy_(weight.detach())
     low = local_part(as_low(name, state[name])).to(weight.device)
-    (join_ if name == LOW_HALF else kahan_join_)(local_part(weight), low, local_part(wide))
+    join_low_(local_part(weight), low, local_part(wide))
     return wide
 
 
@@ -57,7 +55,7 @@ def set_float32_weight(weight: Tensor, state: Mapping[str, Any], value: Tensor) 
         weight.detach().copy_(value)
         return
     low = local_part(state[name]).to(weight.device)
-    (split_ if name == LOW_HALF else kahan_split_)(local_part(value), local_part(weight), low)
+    split_low_(local_part(value), local_part(weight), low)
     local_part(state[name]).copy_(low)  # a no-op unless the states live on another device
 
 

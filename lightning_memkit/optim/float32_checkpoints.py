@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.optim.compensation import Compensation
+from lightning_memkit.optim.modes import low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.split import LOW_HALF, split
 
@@ -47,7 +48,7 @@ def capture_low_halves(
     weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for compensation in compensations:
-        if compensation.mode not in ("kahan", "split"):
+        if low_state_of(compensation.mode) is None:
             continue
         for slot in slots(compensation.optimizer):
             parameter, saved = slot.parameter, weights.get(names.get(slot.parameter))

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import first_element
-from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_, widen_
+from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Slot
 from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_dtypes import storage_of
@@ -108,9 +108,10 @@ class _Float32Form:
         assert mode is not None
         name, low = low_state_of(mode), None
         if name is not None:
-            dtype = torch.int16 if mode == "split" else torch.bfloat16
             before = self._low.get(name)
-            low = state[name] = torch.empty_like(master, dtype=dtype) if before is None else before
+            low = state[name] = (
+                torch.empty_like(master, dtype=low_dtype_of(mode)) if before is None else before
+            )
         stream = (self.slot.index, first_element(parameter))
         narrow_(mode, master, parameter.detach(), low, self._engine.rounding, stream)
         if not state:

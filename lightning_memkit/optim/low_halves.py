@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.compensation import Compensation
 from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_
+from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of, low_state_of_tensor, narrow_
 from lightning_memkit.optim.pieces import is_compensated, slots
 
 
@@ -47,11 +47,6 @@ def give_low_halves(compensation: Compensation, low_halves: Mapping[Parameter, T
             state[low_state_of_tensor(low)] = low.to(slot.parameter.device)
 
 
-def low_state_of_tensor(low: Tensor) -> str:
-    """The key of a low half in an optimizer's state: its dtype tells its kind."""
-    return LOW_STATES[0] if low.dtype == torch.int16 else LOW_STATES[1]
-
-
 @torch.no_grad()
 def _complete(compensation: Compensation, name: str) -> None:
     rounding = compensation.engine.rounding
@@ -59,9 +54,7 @@ def _complete(compensation: Compensation, name: str) -> None:
         parameter, state = slot.parameter, compensation.optimizer.state.get(slot.parameter, {})
         if name in state or not is_compensated(parameter):
             continue
-        low = torch.zeros_like(
-            parameter.detach(), dtype=torch.int16 if name == LOW_STATES[0] else parameter.dtype
-        )
+        low = torch.zeros_like(parameter.detach(), dtype=low_dtype_of(compensation.mode))
         if any(other in state for other in LOW_STATES):
             parts = (local_part(float32_weight(parameter, state)), local_part(parameter), local_part(low))
             narrow_(compensation.mode, *parts, rounding, (slot.index, first_element(parameter)))

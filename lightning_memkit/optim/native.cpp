@@ -10,6 +10,7 @@
 #include <cstring>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -18,13 +19,13 @@ constexpr int64_t TILE = 1 << 16;  // as in stochastic_rounding.py
 constexpr int64_t BLOCK = 128;  // the float32 copies of a block and the next one's lines fit the innermost cache
 constexpr int64_t AHEAD = 2 * BLOCK;
 
-enum Mode { NONE = 0, KAHAN = 1, SPLIT = 2, STOCHASTIC = 3 };
+enum Mode { NONE = 0, KAHAN = 1, SPLIT = 2, STOCHASTIC = 3, SPLIT24 = 4 };
 enum Rule { ADAMW = 0, SGD = 1, LION = 2 };
 enum Flag { FIRST_IS_STOCHASTIC = 1, DECOUPLED = 2, MAXIMIZE = 4, NESTEROV = 8, FIRST_STEP = 16 };
 
 struct Operand {  // every field 8 bytes: Python packs them as 64-bit integers
   uint16_t *weight;
-  uint16_t *low;
+  void *low;
   const void *gradient;
   uint64_t gradient_is_float;
   uint16_t *first;
@@ -113,7 +114,10 @@ struct Noise {  // a run's place in the tile and its key
 };
 
 template <int mode>
-void load_weight(const uint16_t *weight, const uint16_t *low, float *out, int64_t count) {
+using Low = std::conditional_t<mode == SPLIT24, int8_t, uint16_t>;  // what is kept beside a bfloat16
+
+template <int mode>
+void load_weight(const uint16_t *weight, const Low<mode> *low, float *out, int64_t count) {
   if constexpr (mode == KAHAN) {
     for (int64_t i = 0; i < count; ++i) {
       const float high = float_of(static_cast<uint32_t>(weight[i]) << 16);
@@ -130,13 +134,20 @@ void load_weight(const uint16_t *weight, const uint16_t *low, float *out, int64_
       const bool stale = (high & 0x7FFFu) == 0 && rest < 0;
       out[i] = float_of((high << 16) + static_cast<uint32_t>(stale ? 0 : rest));
     }
+  } else if constexpr (mode == SPLIT24) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t high = weight[i];
+      const int32_t rest = low[i];
+      const bool stale = (high & 0x7FFFu) == 0 && rest < 0;
+      out[i] = float_of(((high << 8) + static_cast<uint32_t>(stale ? 0 : rest)) << 8);
+    }
   } else {
     widen(weight, out, count);
   }
 }
 
 template <int mode>
-void store_weight(const float *source, uint16_t *weight, uint16_t *low, int64_t count, const Noise &noise,
+void store_weight(const float *source, uint16_t *weight, Low<mode> *low, int64_t count, const Noise &noise,
                   int64_t offset) {
   if constexpr (mode == KAHAN) {
     for (int64_t i = 0; i < count; ++i) {
@@ -153,6 +164,13 @@ void store_weight(const float *source, uint16_t *weight, uint16_t *low, int64_t 
       const uint32_t bits = bits_of(source[i]);
       weight[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (bits + 0x8000u) >> 16);
       low[i] = static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
+    }
+  } else if constexpr (mode == SPLIT24) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = bits_of(source[i]);
+      const uint32_t kept = (bits + static_cast<uint32_t>((noise.start[offset + i] ^ noise.key) & 0xFF)) >> 8;
+      weight[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (kept + 0x80u) >> 8);
+      low[i] = static_cast<int8_t>(is_nan(bits) ? 0u : kept);
     }
   } else if constexpr (mode == STOCHASTIC) {
     narrow_stochastic(source, weight, count, noise.start + offset, noise.key);
@@ -233,7 +251,7 @@ void step_run(const Job &job, const Piece &piece) {
   for (int64_t start = span.begin; start < span.end; start += BLOCK) {
     const int64_t count = start + BLOCK < span.end ? BLOCK : span.end - start;
     const int64_t offset = span.in_run + start - span.begin;
-    uint16_t *low = o.low == nullptr ? nullptr : o.low + start;
+    Low<mode> *low = o.low == nullptr ? nullptr : static_cast<Low<mode> *>(o.low) + start;
     const int64_t next = start + AHEAD, left = o.count - next;
     const int64_t ahead = left < BLOCK ? left : BLOCK;
     prefetch(o.weight + next, ahead);
@@ -279,6 +297,7 @@ StepRun step_of_mode(int mode) {
     case KAHAN: return step_run<rule, KAHAN>;
     case SPLIT: return step_run<rule, SPLIT>;
     case STOCHASTIC: return step_run<rule, STOCHASTIC>;
+    case SPLIT24: return step_run<rule, SPLIT24>;
     default: return step_run<rule, NONE>;
   }
 }
@@ -292,8 +311,15 @@ StepRun step_of(int rule, int mode) {
 }
 
 template <int mode>
-void widen_all(const uint16_t *high, const uint16_t *low, float *out, int64_t start, int64_t end) {
-  load_weight<mode>(high + start, low == nullptr ? nullptr : low + start, out + start, end - start);
+void widen_all(const uint16_t *high, const void *low, float *out, int64_t start, int64_t end) {
+  const auto *rest = static_cast<const Low<mode> *>(low);
+  load_weight<mode>(high + start, rest == nullptr ? nullptr : rest + start, out + start, end - start);
+}
+
+template <int mode>
+void narrow_all(const float *source, uint16_t *high, void *low, const Noise &noise, const Span &span) {
+  auto *rest = low == nullptr ? nullptr : static_cast<Low<mode> *>(low) + span.begin;
+  store_weight<mode>(source + span.begin, high + span.begin, rest, span.end - span.begin, noise, span.in_run);
 }
 
 // Calls work(index) for every index below count, in contiguous shares, one a thread.
@@ -316,35 +342,34 @@ void in_threads(int64_t count, int threads, const Work &work) {
 
 }  // namespace
 
-// Joins weights and low halves (none, kahan or split) into float32.
-extern "C" void memkit_widen(int mode, const uint16_t *high, const uint16_t *low, float *out, int64_t count,
+// Joins weights and low halves (none, kahan, split or split24) into float32.
+extern "C" void memkit_widen(int mode, const uint16_t *high, const void *low, float *out, int64_t count,
                              int threads) {
   in_threads((count + TILE - 1) / TILE, threads, [&](int64_t run) {
     const int64_t start = run * TILE, end = start + TILE < count ? start + TILE : count;
     switch (mode) {
       case KAHAN: return widen_all<KAHAN>(high, low, out, start, end);
       case SPLIT: return widen_all<SPLIT>(high, low, out, start, end);
+      case SPLIT24: return widen_all<SPLIT24>(high, low, out, start, end);
       default: return widen_all<NONE>(high, low, out, start, end);
     }
   });
 }
 
 // Splits float32 into weights and low halves, or rounds it; `source` begins at element `start` of the whole.
-extern "C" void memkit_narrow(int mode, const float *source, uint16_t *high, uint16_t *low, int64_t count,
+extern "C" void memkit_narrow(int mode, const float *source, uint16_t *high, void *low, int64_t count,
                               const uint16_t *tile, uint64_t stream, int64_t start, int threads) {
   if (count == 0) return;
   const int64_t first = start / TILE, last = (start + count - 1) / TILE;
   in_threads(last - first + 1, threads, [&](int64_t index) {
     const Span span(start, count, first + index);
     const Noise noise(tile, stream, first + index);
-    const int64_t here = span.end - span.begin;
-    const float *from = source + span.begin;
-    uint16_t *to = high + span.begin, *rest = low == nullptr ? nullptr : low + span.begin;
     switch (mode) {
-      case KAHAN: return store_weight<KAHAN>(from, to, rest, here, noise, span.in_run);
-      case SPLIT: return store_weight<SPLIT>(from, to, rest, here, noise, span.in_run);
-      case STOCHASTIC: return store_weight<STOCHASTIC>(from, to, rest, here, noise, span.in_run);
-      default: return store_weight<NONE>(from, to, rest, here, noise, span.in_run);
+      case KAHAN: return narrow_all<KAHAN>(source, high, low, noise, span);
+      case SPLIT: return narrow_all<SPLIT>(source, high, low, noise, span);
+      case STOCHASTIC: return narrow_all<STOCHASTIC>(source, high, low, noise, span);
+      case SPLIT24: return narrow_all<SPLIT24>(source, high, low, noise, span);
+      default: return narrow_all<NONE>(source, high, low, noise, span);
     }
   });
 }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
-MODES = {"none": 0, "kahan": 1, "split": 2, "stochastic": 3}
+MODES = {"none": 0, "kahan": 1, "split": 2, "stochastic": 3, "split24": 4}
 _STALE_LOCK_SECONDS = 600
 
 # Contraction would round differently from plain torch; math errors and traps only block vectorization.
@@ -47,8 +47,8 @@ def narrow_(
         mode: one of `MODES`.
         source: float32.
         high: bfloat16.
-        low: int16 for split, bfloat16 for kahan.
-        noise: for stochastic and Kahan's compensation: the step's tile as int16, the stream, and the offset
+        low: int16 for split, int8 for split24, bfloat16 for kahan.
+        noise: for stochastic, split24 and Kahan's compensation: the step's tile as int16, the stream, and the offset
             of ``source`` in the whole parameter.
     """
     tile, stream, start = noise

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.group_scalars import copied
-from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_, widen_
+from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch
 from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_dtypes import storage_of
@@ -146,7 +146,8 @@ class PieceShadows:
         name, low = low_state_of(mode), None
         if name is not None:
             if name not in progress.low_after:
-                dtype = torch.int16 if mode == "split" else torch.bfloat16
+                dtype = low_dtype_of(mode)
+                assert dtype is not None
                 progress.low_after[name] = _reuse(progress.low.get(name), parameter, dtype)
             low = local_part(piece.view(progress.low_after[name]))
         high, stream = (

@@ -81,7 +81,7 @@ def _fits(tensor: Tensor, parameter: Parameter) -> bool:
 
 
 def _draws_noise(engine: ShadowEngine) -> bool:
-    return engine.states == "compact" or engine.mode in ("kahan", "stochastic")
+    return engine.states == "compact" or engine.mode in ("kahan", "split24", "stochastic")
 
 
 class SlicedParameter:

@@ -97,10 +97,8 @@ class StochasticRounding:
             out.copy_(dense)
             return
         index, name, start = stream
-        if source.device.type != "cpu":
-            generator = torch.Generator(source.device).manual_seed(_mixed(self.stream(index, name), start))
-            noise = torch.empty(source.numel(), dtype=torch.int32, device=source.device)
-            _round(flat[0], flat[1], noise.random_(0, 1 << 16, generator=generator))
+        if draws_itself(source):
+            _round(flat[0], flat[1], self.noise(flat[0], stream))
             return
         own = self.stream(index, name)
         if native.available():
@@ -112,6 +110,21 @@ class StochasticRounding:
             place, key = place_and_key(own, (start + begin) // TILE)
             place += (start + begin) % TILE
             _round(flat[0][begin:end], flat[1][begin:end], tile[place : place + end - begin].bitwise_xor(key))
+
+    def noise(self, like: Tensor, stream: tuple[int, str, int]) -> Tensor:
+        """16 random bits for each element of ``like``, as a new int32 tensor of its shape; `round_` has the stream."""
+        index, name, start = stream
+        own = self.stream(index, name)
+        if draws_itself(like):
+            generator = torch.Generator(like.device).manual_seed(_mixed(own, start))
+            noise = torch.empty(like.shape, dtype=torch.int32, device=like.device)
+            return noise.random_(0, 1 << 16, generator=generator)
+        tile, noise = self.tile(), torch.empty(like.numel(), dtype=torch.int32)
+        for begin, end in runs(start, like.numel()):
+            place, key = place_and_key(own, (start + begin) // TILE)
+            place += (start + begin) % TILE
+            torch.bitwise_xor(tile[place : place + end - begin], key, out=noise[begin:end])
+        return noise.view(like.shape)
 
     def stream(self, index: int, name: str) -> int:
         """The 63-bit number that identifies the noise of one state of one parameter in this step."""
@@ -139,6 +152,11 @@ class StochasticRounding:
         if self._current_int16 is None:
             self._current_int16 = self.tile().to(torch.int16)
         return self._current_int16
+
+
+def draws_itself(tensor: Tensor) -> bool:
+    """Whether the tensor's device draws its noise itself; a CPU reads it from a tile."""
+    return tensor.device.type != "cpu"
 
 
 def runs(start: int, count: int) -> Iterator[tuple[int, int]]:

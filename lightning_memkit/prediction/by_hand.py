@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter
-from lightning_memkit.optim.modes import Mode, low_state_of
+from lightning_memkit.optim.modes import Mode, low_dtype_of
 
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "stored-copies", "16-true", "bf16-true"]
 
@@ -158,7 +158,7 @@ class Recipe:
             weights=_WEIGHT_BYTES.get(self.precision, 4),
             gradients=4 if self.float32_gradients else self.gradient_dtype_bytes,
             states=MOMENTS[self.optimizer] * self.state_bytes,
-            compensation=0 if low_state_of(self.compensation) is None else 2,
+            compensation=0 if (low := low_dtype_of(self.compensation)) is None else low.itemsize,
         )
 
     def terms(self, parameters: ParameterCounts) -> Iterator[Term]:

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_memkit.optim import blocks, kahan, modes, pieces, split, stochastic_rounding
+from lightning_memkit.optim import blocks, kahan, modes, pieces, split, split24, stochastic_rounding
 from lightning_memkit.optim.fused import reference
-from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.prediction.persona_attention import IN_16_BITS, AttentionChoice
 from lightning_memkit.prediction.replaced import replaced
 
@@ -215,22 +214,13 @@ def _in_large_pieces() -> Iterator[None]:
 @contextmanager
 def _whole_tensors() -> Iterator[None]:
     """Join and split float32 shadows as whole tensors by torch's operators: memkit's kernels need a CPU."""
-    plain: Any = StochasticRounding.round_
 
     def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield blocks.flat_views(*tensors) or tuple(tensor.detach() for tensor in tensors)
 
-    def round_(rounding: StochasticRounding, source: Tensor, out: Tensor, stream: Any) -> None:
-        flat = blocks.flat_views(source, out)
-        if flat is None:
-            plain(rounding, source, out, stream)  # it calls this again with dense tensors
-            return
-        noise = torch.empty(source.numel(), dtype=torch.int32).random_(0, 1 << 16)
-        stochastic_rounding._round(flat[0], flat[1], noise)
-
     with ExitStack() as stack:
-        for owner in (kahan, split, stochastic_rounding):
+        for owner in (kahan, split, split24, stochastic_rounding):
             stack.enter_context(replaced(owner, blocks=walk, surely_finite=lambda tensor: False))
         stack.enter_context(replaced(modes, _for_kernel=lambda *tensors: None))
-        stack.enter_context(replaced(StochasticRounding, round_=round_))
+        stack.enter_context(replaced(stochastic_rounding, draws_itself=lambda tensor: True))
         yield

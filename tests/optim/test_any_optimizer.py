@@ -346,7 +346,7 @@ def test_states_and_noise_go_through_a_state_dict() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
 def test_compact_states_of_a_subclass_are_those_of_its_class(mode: Any) -> None:
     """Under their own identity parameters are stepped as on shadows: the same noise, the same roundings."""
 

@@ -21,7 +21,7 @@ from tests.optim.helpers import (
     two_groups,
 )
 
-MODES = ("kahan", "split", "stochastic", "none")
+MODES = ("kahan", "split", "split24", "stochastic", "none")
 STATES = ("compact", "exact")
 PACKAGES = {
     "bitsandbytes.optim.AdamW8bit": {"lr": 1e-3, "min_8bit_size": 64},
@@ -130,7 +130,10 @@ def test_a_loaded_state_dict_stays_the_callers():
             assert torch.equal(value, saved["state"][index][name]), name
 
 
-@pytest.mark.parametrize(("saved_mode", "mode"), [("kahan", "split"), ("split", "kahan"), ("split", "none")])
+@pytest.mark.parametrize(
+    ("saved_mode", "mode"),
+    [("kahan", "split"), ("split", "kahan"), ("split", "none"), ("split24", "kahan"), ("split", "split24")],
+)
 def test_a_checkpoint_of_another_mode_keeps_its_low_halves(saved_mode, mode):
     parameters, optimizer = build("SGD", saved_mode, "exact", seed=0)
     run(parameters, optimizer, range(3))
@@ -142,9 +145,9 @@ def test_a_checkpoint_of_another_mode_keeps_its_low_halves(saved_mode, mode):
         group["lr"] = 0.0
     before = [weight for _, weight in optimizer.__dict__["_memkit_compensation"].float32_weights()]
     run(others, resumed, [3])
-    kept = {"kahan": "compensation", "split": "low_half", "none": None}[mode]
+    kept = {"kahan": "compensation", "split": "low_half", "split24": "low_byte", "none": None}[mode]
     names = resumed.state[others[0]].keys()
-    assert {"compensation", "low_half"} & names == ({kept} - {None})
+    assert {"compensation", "low_half", "low_byte"} & names == ({kept} - {None})
     after = [weight for _, weight in resumed.__dict__["_memkit_compensation"].float32_weights()]
     tolerance = 2**-15 if mode != "none" else 2**-8  # a rest is rounded up or down, not to nearest
     for left, right in zip(before, after, strict=True):

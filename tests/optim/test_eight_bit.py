@@ -325,7 +325,7 @@ def through_a_file(state: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-COMPENSATIONS = [None, *product(("kahan", "split", "stochastic", "none"), ("compact", "exact"))]
+COMPENSATIONS = [None, *product(("kahan", "split", "split24", "stochastic", "none"), ("compact", "exact"))]
 
 
 @pytest.mark.parametrize("compensation", COMPENSATIONS, ids=str)

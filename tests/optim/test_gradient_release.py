@@ -105,7 +105,7 @@ def test_bitwise_the_optimizers_own_step(name):
 
 
 @pytest.mark.parametrize("bundle_bytes", [0, 1000, 1 << 20])
-@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
 def test_bitwise_the_compensated_step(mode, bundle_bytes):
     assert_same_bits(*trained_pair(BUILD["AdamW-single"], mode=mode, bundle_bytes=bundle_bytes, max_norm=0.5))
 

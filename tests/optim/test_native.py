@@ -7,15 +7,20 @@ import torch
 
 from lightning_memkit.optim import native
 from lightning_memkit.optim.kahan import kahan_join_
-from lightning_memkit.optim.modes import narrow_
+from lightning_memkit.optim.modes import low_dtype_of, narrow_
 from lightning_memkit.optim.split import join_
+from lightning_memkit.optim.split24 import join24_
 from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
 
 pytestmark = pytest.mark.skipif(
     native.why_unavailable() is not None, reason=f"no kernels: {native.why_unavailable()}"
 )
 
-JOIN = {"kahan": (kahan_join_, torch.bfloat16), "split": (join_, torch.int16)}
+JOIN = {
+    "kahan": (kahan_join_, torch.bfloat16),
+    "split": (join_, torch.int16),
+    "split24": (join24_, torch.int8),
+}
 
 
 def patterns(count: int = 2 * TILE + 77) -> torch.Tensor:
@@ -28,16 +33,16 @@ def patterns(count: int = 2 * TILE + 77) -> torch.Tensor:
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equal bit for bit, but for the payload of NaN."""
-    numbers = {2: torch.int16, 4: torch.int32}[first.element_size()]
     if not first.is_floating_point():
         return torch.equal(first, second)
+    numbers = {2: torch.int16, 4: torch.int32}[first.element_size()]
     kept = ~first.isnan()
     return torch.equal(first.isnan(), second.isnan()) and torch.equal(
         first.view(numbers)[kept], second.view(numbers)[kept]
     )
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
 def test_narrowing(mode, monkeypatch):
     source = patterns()
     rounding = StochasticRounding(seed=4)
@@ -46,7 +51,7 @@ def test_narrowing(mode, monkeypatch):
     for available in (True, False):
         monkeypatch.setattr(native, "available", lambda available=available: available)
         high = torch.empty_like(source, dtype=torch.bfloat16)
-        low = {"kahan": torch.bfloat16, "split": torch.int16}.get(mode)
+        low = low_dtype_of(mode)
         rest = None if low is None else torch.empty_like(source, dtype=low)
         narrow_(mode, source, high, rest, rounding, (1, TILE))
         results.append((high, high if rest is None else rest))
@@ -59,7 +64,7 @@ def test_joining(mode):
     twin, dtype = JOIN[mode]
     high = patterns().bfloat16()
     low = torch.randint(-(2**15), 2**15, high.shape, generator=torch.Generator().manual_seed(1))
-    low = low.to(torch.int16).view(dtype)
+    low = low.to(torch.int8) if dtype == torch.int8 else low.to(torch.int16).view(dtype)
     ours, theirs = torch.empty(high.shape), torch.empty(high.shape)
     native.widen_(mode, high, low, ours)
     twin(high, low, theirs)

@@ -74,7 +74,7 @@ def test_other_modes_stay_near(mode, limit):
         assert ((weight - master).abs() <= limit * master.abs().clamp(min=0.05)).all()
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24"])
 def test_switching_there_and_back_keeps_states(mode):
     _, (parameters, optimizer), _ = pair("AdamW", mode, "compact")
     optimizer.train()

@@ -52,6 +52,7 @@ def norm_ratio_under_decay(mode: str | None, start: torch.Tensor) -> float:
     [
         ("split", (1 - 3e-4 * 0.1) ** 5000, 2e-4),
         ("kahan", (1 - 3e-4 * 0.1) ** 5000, 3e-3),
+        ("split24", (1 - 3e-4 * 0.1) ** 5000, 3e-3),
         ("none", 1.0, 1e-3),
         (None, 1.0, 1e-3),  # plain bfloat16: decay vanishes
     ],

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
-MODES = ("kahan", "split", "stochastic", "none")
+MODES = ("kahan", "split", "split24", "stochastic", "none")
 EPOCH = 8
 
 
@@ -190,7 +190,7 @@ def test_the_average_at_the_end_is_exact_and_so_are_its_checkpoints(kind, norm, 
 
 
 @pytest.mark.parametrize("born", [FP32, BF16])
-@pytest.mark.parametrize("mode", ["kahan", "split"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24"])
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_resume_with_the_callback_is_bitwise(kind, mode, born, tmp_path):
     class Save(Callback):

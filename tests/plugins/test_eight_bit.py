@@ -101,7 +101,7 @@ def tensors(module: pl.LightningModule) -> list[Tensor]:
     return found
 
 
-MODES = ("kahan", "split", "stochastic", "none")
+MODES = ("kahan", "split", "split24", "stochastic", "none")
 OPTIMIZERS = ("AdamW8bit", "Lion8bit", "PagedAdamW8bit")
 
 

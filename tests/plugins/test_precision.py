@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*`weights_only` was not set.*"),
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
-MODES = ("kahan", "split", "stochastic", "none")
+MODES = ("kahan", "split", "split24", "stochastic", "none")
 
 
 class Regression(pl.LightningModule):

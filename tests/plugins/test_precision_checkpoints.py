@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*8-bit states"),
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
-MODES = ("kahan", "split", "stochastic", "none")
+MODES = ("kahan", "split", "split24", "stochastic", "none")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.AdamW": {"lr": 1e-2, "weight_decay": 0.1},
     "torch.optim.SGD": {"lr": 1e-2, "momentum": 0.9},

@@ -156,7 +156,7 @@ def test_the_peak_is_that_of_a_run(case, rows):
 
 @pytest.mark.sampled(3)
 @NEEDS_COMPILER
-@pytest.mark.parametrize("compensation", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("compensation", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize("callbacks", [[], [states]], ids=["plain", "states"])
 @pytest.mark.long
 def test_steps_on_shadows_take_what_an_accelerators_take(compensation, callbacks):

@@ -206,7 +206,7 @@ def test_module_and_optimizer_are_pickled_between_two_steps(name: str, elsewhere
 
 
 @pytest.mark.parametrize("again", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
-@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
 def test_a_copied_optimizer_is_compensated_as_the_original(mode: Any, again: Any, elsewhere: Path) -> None:
     """Plain bfloat16 steps of the copy would lose nearly all of these updates."""
     trainer = quiet_trainer([PureBF16Precision(compensation=mode)], elsewhere)

@@ -11,7 +11,7 @@ from lightning_memkit import PureBF16Precision
 from tests.plugins.two_ranks_precision import everything, fitted
 from tests.processes import run_on_ranks
 
-MODES = ("kahan", "split")
+MODES = ("kahan", "split", "split24")
 
 
 @pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
@@ -54,7 +54,10 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 def test_the_same_gradients_give_the_same_bits(strategy, two_ranks, mode, tmp_path) -> None:
     """Weights, low halves and moments, whether trained in one go or resumed from Lightning's checkpoint."""
     whole = one_process(tmp_path, strategy, PureBF16Precision(mode, "exact"), prescribed=True)
-    assert any(name.endswith(("low_half", "compensation")) and value.any() for name, value in whole.items())
+    assert any(
+        name.endswith(("low_half", "low_byte", "compensation")) and value.any()
+        for name, value in whole.items()
+    )
     assert_same_bits(two_ranks[mode, True], whole)
     assert_same_bits(two_ranks[mode, "resumed"], whole)
 

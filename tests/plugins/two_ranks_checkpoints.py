@@ -14,7 +14,15 @@ from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 from tests.plugins.two_ranks_precision import Net, everything
 
-CASES = (("kahan", True), ("split", True), ("split", False), ("stochastic", True))  # mode, a file of its own
+# Mode, and whether it is a file of its own.
+CASES = (
+    ("kahan", True),
+    ("split", True),
+    ("split", False),
+    ("split24", True),
+    ("split24", False),
+    ("stochastic", True),
+)
 
 
 def fitted(strategy: str, mode: str, whole: bool, epochs: int, resume: Path | None, folder: Path) -> Any:

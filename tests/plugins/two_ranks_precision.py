@@ -138,7 +138,7 @@ def main(path: str, strategy: str) -> None:
     folder = Path(path).parent
     early = strategy != "fsdp2"
     found = {}
-    for mode in ("kahan", "split"):
+    for mode in ("kahan", "split", "split24"):
         for prescribed in (True, False):
             plugin = PureBF16Precision(mode, "exact" if prescribed else "compact")
             run = fitted(strategy, plugin=plugin, prescribed=prescribed, early=early, folder=folder)

@@ -57,6 +57,11 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], float]] = {
         ours(compensation="split", states="exact"),
         14,
     ),
+    "split24, exact": (
+        Recipe(precision="bf16-true", compensation="split24", states="exact"),
+        ours(compensation="split24", states="exact"),
+        13,
+    ),
     "stochastic": (
         Recipe(precision="bf16-true", compensation="stochastic", states="compact"),
         ours(compensation="stochastic"),

@@ -27,7 +27,7 @@ from lightning_memkit.optim.fused.operands import (
     Rule,
     first_is_stochastic,
 )
-from lightning_memkit.optim.modes import Mode
+from lightning_memkit.optim.modes import Mode, low_dtype_of
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.tensors import sent
 
@@ -37,7 +37,6 @@ from lightning_memkit.utilities.tensors import sent
 BLOCK = 1024
 WARPS = 4
 
-_LOW_DTYPES: dict[Mode, torch.dtype | None] = {"kahan": torch.bfloat16, "split": torch.int16}
 _OLDEST_TRITON = (3, 4)
 _MOST_TABLES = 1024  # per optimizer; more means that they are not reused
 
@@ -187,7 +186,7 @@ def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
     momentum = not isinstance(rule, SGD) or rule.momentum != 0
     expected: dict[str, tuple[Any, ...]] = {
         "weight": (torch.bfloat16,),
-        "low": (_LOW_DTYPES.get(mode),),
+        "low": (low_dtype_of(mode),),
         "gradient": (torch.bfloat16, torch.float32),
         "first": (torch.bfloat16 if momentum else None,),
         "second": (torch.bfloat16 if isinstance(rule, AdamW) else None,),

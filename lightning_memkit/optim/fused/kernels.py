@@ -193,6 +193,10 @@ def _read_weight(high_at, low_at, start, count, MODE: tl.constexpr, FAST: tl.con
         # Zero with a negative low half: the weight was set from outside, and joining the two would give NaN.
         low = tl.where((((high & 0x7FFF) - 1) & low) < 0, 0, low)
         weight = _float((high << 16) + low)
+    elif MODE == "split24":
+        low = _load(low_at, start, count, tl.int8, FAST, BLOCK).to(tl.int32)
+        low = tl.where((((high & 0x7FFF) - 1) & low) < 0, 0, low)
+        weight = _float(((high << 8) + low) << 8)
     else:
         weight = _float(high << 16)
     return weight
@@ -207,6 +211,10 @@ def _write_weight(
         known, bits = weight == weight, _bits(weight)
         high = tl.where(known, (bits + 0x8000) >> 16, _NAN)
         _write(low_at, start, count, tl.where(known, bits, 0), FAST, BLOCK)
+    elif MODE == "split24":
+        known, bits = weight == weight, (_bits(weight) + (random & 0xFF).to(tl.int32)) >> 8
+        high = tl.where(known, (bits + 0x80) >> 8, _NAN)
+        _store(low_at, start, count, tl.where(known, bits, 0), tl.int8, FAST, BLOCK)
     else:
         high = _rounded(weight, random, MODE == "stochastic")
     if MODE == "kahan":
@@ -246,11 +254,16 @@ def _load(address, start, count, DTYPE: tl.constexpr, FAST: tl.constexpr, BLOCK:
 @triton.jit
 def _write(address, start, count, bits, FAST: tl.constexpr, BLOCK: tl.constexpr):
     """Write the lower halves of ``bits``."""
-    base, element = address.to(tl.pointer_type(tl.int16)) + start, tl.arange(0, BLOCK)
+    _store(address, start, count, bits, tl.int16, FAST, BLOCK)
+
+
+@triton.jit
+def _store(address, start, count, bits, DTYPE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
+    base, element = address.to(tl.pointer_type(DTYPE)) + start, tl.arange(0, BLOCK)
     if FAST:
-        tl.store(tl.multiple_of(base, 16) + element, bits.to(tl.int16))
+        tl.store(tl.multiple_of(base, 16) + element, bits.to(DTYPE))
     else:
-        tl.store(base + element, bits.to(tl.int16), mask=start + element < count)
+        tl.store(base + element, bits.to(DTYPE), mask=start + element < count)
 
 
 @triton.jit

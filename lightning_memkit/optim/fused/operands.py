@@ -18,7 +18,8 @@ class Operand:
     Args:
         index: the parameter's place in its optimizer, which selects its rounding noise.
         weight: bfloat16, written.
-        low: int16 low half (split), bfloat16 compensation (kahan), written; None for the other modes.
+        low: int16 low half (split), int8 low byte (split24), bfloat16 compensation (kahan), written; None for the
+            other modes.
         gradient: bfloat16 or float32, read.
         first: bfloat16 momentum, written; None where the rule keeps none.
         second: bfloat16 second moment, written; None where the rule keeps none.

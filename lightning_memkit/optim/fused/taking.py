@@ -22,7 +22,7 @@ from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, Operands, Rule
 from lightning_memkit.optim.fused.recipes import RECIPES, Numbers, StepRecipe
 from lightning_memkit.optim.fused.seats import Seat, SeatKind, Seats, State
-from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
+from lightning_memkit.optim.modes import LOW_STATES, Mode, low_dtype_of, low_state_of
 from lightning_memkit.optim.pieces import Slot
 
 _DEVICES = ("cpu", "cuda")
@@ -239,9 +239,9 @@ def _wanted_states(rule: Rule, mode: Mode) -> dict[str, torch.dtype]:
         wanted[rule.first_name] = torch.bfloat16
     if rule.second_name:
         wanted[rule.second_name] = torch.bfloat16
-    low = low_state_of(mode)
-    if low is not None:
-        wanted[low] = torch.int16 if mode == "split" else torch.bfloat16
+    low, dtype = low_state_of(mode), low_dtype_of(mode)
+    if low is not None and dtype is not None:
+        wanted[low] = dtype
     return wanted
 
 

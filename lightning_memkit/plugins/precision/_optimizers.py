@@ -17,8 +17,8 @@ from lightning_memkit.optim.compensation import (
 )
 from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.late_steps import compensate_first_steps
-from lightning_memkit.optim.low_halves import give_low_halves, low_state_of_tensor, shared_low_halves
-from lightning_memkit.optim.modes import Mode, States, low_state_of
+from lightning_memkit.optim.low_halves import give_low_halves, shared_low_halves
+from lightning_memkit.optim.modes import Mode, States, low_state_of, low_state_of_tensor
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.plugins.precision._fit import trainer_of
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in

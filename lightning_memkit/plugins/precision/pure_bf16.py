@@ -26,7 +26,7 @@ from lightning_memkit.optim.gradient_dtype import (
     why_no_float32_gradients,
 )
 from lightning_memkit.optim.methods import uses_closure_its_own_way
-from lightning_memkit.optim.modes import Mode, States
+from lightning_memkit.optim.modes import Mode, States, low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins.precision._fit import (
@@ -52,8 +52,9 @@ class PureBF16Precision(Precision):
 
     Args:
         compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; with ``"split"`` weight and
-            compensation are the exact float32 master weight. ``"stochastic"`` rounds stochastically, for 0
-            bytes. ``"none"`` loses small updates.
+            compensation are the exact float32 master weight. ``"split24"`` keeps 1 byte more: the master weight's
+            first 24 bits, rounded stochastically. ``"stochastic"`` rounds to bfloat16 stochastically, for 0 bytes.
+            ``"none"`` loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) if an optimizer
@@ -131,7 +132,7 @@ class PureBF16Precision(Precision):
         self._undo_all()
         # The module stays cast after the run. Its low halves are in the old optimizers' states, so take them
         # for the next fit, which has new optimizers. Without a fit they are kept, too, since one may follow.
-        wants_low = self.compensation in ("kahan", "split")
+        wants_low = low_state_of(self.compensation) is not None
         if wants_low and is_fitting(module):
             self._low_halves.update(take_low_halves(module, self._optimizers.all))
         cast_module(

@@ -26,7 +26,7 @@ from lightning_memkit.checkpoints.places import folder_of_ranks
 from lightning_memkit.checkpoints.saveable import refuse_unsaveable
 from lightning_memkit.distributed.own_group import own_group
 from lightning_memkit.distributed.timeouts import waiting_for_ranks
-from lightning_memkit.optim.split import LOW_HALF
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.plugins.strategies.checkpoint_io import StreamingCheckpointIO
 
 _OPTIMIZER = "optimizer_"  # Lightning's name for an optimizer's states, followed by its number
@@ -104,7 +104,7 @@ def load_folder(
 def _forget_rests(optimizer: Optimizer) -> None:
     """Drop low halves of weights to be replaced: torch would take them for complete optimizer states."""
     for parameter, state in list(optimizer.state.items()):
-        if set(state) == {LOW_HALF}:
+        if state and set(state) <= set(LOW_STATES):
             del optimizer.state[parameter]
 
 

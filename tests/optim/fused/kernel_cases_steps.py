@@ -16,7 +16,7 @@ from tests.optim.fused.rules import MODES, RULES, copied, master, operand, round
 pytestmark = numpy_may_warn
 
 # What a kernel's weight may err more than plain torch's: last bits of float32, after a mode's rounding.
-TOLERANCE = {"kahan": 2**-16, "split": 2**-21, "stochastic": 2**-7, "none": 2**-21}
+TOLERANCE = {"kahan": 2**-16, "split": 2**-21, "split24": 2**-15, "stochastic": 2**-7, "none": 2**-21}
 
 STILL = Lion(learning_rate=0.0, beta1=0.9, beta2=0.9, weight_decay=0.0)
 
@@ -124,7 +124,7 @@ def test_no_payload_of_a_nan_turns_it_into_a_number(pattern, mode):
         assert not start.low.any()
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split", "none"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "none"])
 def test_ties_and_values_beyond_the_largest_round_as_plain_torch_rounds_them(mode):
     start = operand(ADD, mode, 6, gradient_dtype=torch.float32)
     start.weight.copy_(torch.tensor([1.0, 1.0, -1.0, 3.3895e38, -3.3895e38, torch.inf]))
@@ -136,7 +136,7 @@ def test_ties_and_values_beyond_the_largest_round_as_plain_torch_rounds_them(mod
     reference.step(ADD, mode, [plain], rounding())
     assert ours.weight[3] == ours.weight[5] == torch.inf
     assert ours.weight[4].isfinite()
-    assert ours.weight[0] == (1 + 2**-7 if mode == "split" else 1)
+    assert ours.weight[0] == (1 + 2**-7 if mode in ("split", "split24") else 1)
     for name in ("weight", "low"):
         if getattr(ours, name) is not None:
             assert torch.equal(getattr(ours, name), getattr(plain, name))

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
-MODES: tuple[Any, ...] = ("kahan", "split", "stochastic", "none")
+MODES: tuple[Any, ...] = ("kahan", "split", "split24", "stochastic", "none")
 
 RULES: dict[str, Rule] = {
     "adamw": AdamW(
@@ -62,6 +62,8 @@ def operand(
         low = (weight.float() * 2**-9 * torch.rand(count, generator=generator)).bfloat16()
     elif mode == "split":
         low = torch.randint(-32768, 32768, (count,), generator=generator).to(torch.int16)
+    elif mode == "split24":
+        low = torch.randint(-128, 128, (count,), generator=generator).to(torch.int8)
     magnitudes = 10 ** (-6 * torch.rand(count, generator=generator))
     has_first = not (isinstance(rule, SGD) and rule.momentum == 0)
     return Operand(
@@ -89,12 +91,13 @@ def rounding(step: int = 1) -> StochasticRounding:
 
 
 def master(source: Operand) -> Tensor:
-    """The weight that is trained, in float64, by the definitions of the two low halves."""
+    """The weight that is trained, in float64, by the definitions of the low halves."""
     if source.low is None:
         return source.weight.double()
     if source.low.dtype == torch.bfloat16:
         return source.weight.double() + source.low.double()
-    bits = (source.weight.view(torch.int16).int() << 16) + source.low.int()
+    shift = 8 if source.low.dtype == torch.int8 else 0
+    bits = (source.weight.view(torch.int16).int() << 16) + (source.low.int() << shift)
     return bits.view(torch.float32).double()
 
 

@@ -87,7 +87,7 @@ def dropped(optimizer: Optimizer, given: list[Parameter]) -> None:
 
 @pytest.mark.parametrize("change", [loaded, replaced, recounted, moved, moved_states, turned, dropped])
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("mode", ["kahan", "split"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24"])
 def test_a_step_after_a_change_is_that_of_a_step_that_remembers_nothing(
     build: str, mode: str, change: Callable[[Optimizer, list[Parameter]], None]
 ) -> None:
@@ -153,7 +153,7 @@ def without_seating(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
 def test_a_step_after_which_nothing_changed_looks_at_no_parameter_by_itself(
     monkeypatch: pytest.MonkeyPatch, build: str, mode: str
 ) -> None:

@@ -56,7 +56,7 @@ def trained(build, mode: str, *, fuse: bool, steps: int = 5):
     return optimizer, torch.cat([weight.flatten() for _, weight in handle.float32_weights()]).double()
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_fused_step_is_the_optimizers_own(name, mode):
     optimizer, fused = trained(TAKEN[name], mode, fuse=True)
