@@ -133,7 +133,12 @@ def _report(words: list[str]) -> int:
 def _reported(command: Callable[[], int]) -> int:
     """The exit status of a command; an error is a line."""
     try:
-        return command()
+        if os.environ.get("MEMKIT_DEBUG"):
+            return command()
+        from lightning_memkit.plugins.cli.quiet import only_what_matters
+
+        with only_what_matters():
+            return command()
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as exit_:

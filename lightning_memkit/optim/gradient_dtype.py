@@ -22,13 +22,13 @@ class GradientDtype:
         self._least_parts = self._parts = 1
         self._is_float32 = False
         self._why_not: str | None = None
-        self._announced = False
+        self._has_warned = False
         self._accumulates = False  # seen to, in a way that no setting tells of
 
     @property
     def is_undecided(self) -> bool:
         """Whether a pass that adds to gradients of an earlier one would change anything."""
-        said = self._why_not is not None and self._announced
+        said = self._why_not is not None and self._has_warned
         return self._wanted == "auto" and not self._is_float32 and not said
 
     def begin(self, *, least_parts: int, why_not: str | None) -> None:
@@ -39,7 +39,7 @@ class GradientDtype:
                 says.
             why_not: why float32 gradients are impossible here; None if they are possible.
         """
-        self._least_parts, self._why_not, self._announced = least_parts, why_not, False
+        self._least_parts, self._why_not, self._has_warned = least_parts, why_not, False
         self._accumulates = False
 
     def set_parts(
@@ -72,21 +72,6 @@ class GradientDtype:
         for parameter in parameters:
             set_grad_dtype(parameter, parameter.dtype)
 
-    def announcement(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> str | None:
-        """A line on the cost of float32 gradients, once a fit; not at `set_parts`, which may belong to a trial."""
-        if not self._is_float32 or self._announced:
-            return None
-        self._announced = True
-        reason = (
-            f"those of {self._passes()} add up to a step"
-            if self._wanted == "auto"
-            else "grad_dtype='float32'"
-        )
-        count = sum(parameter.numel() for parameter in parameters())
-        return (
-            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
-        )
-
     def _passes(self) -> str:
         return "several backward passes" if self._accumulates else f"{self._parts} micro-batches"
 
@@ -97,8 +82,8 @@ class GradientDtype:
             raise ValueError(
                 f"grad_dtype='float32' is not possible: {self._why_not}; write grad_dtype='bfloat16'."
             )
-        if not self._announced:
-            self._announced = True
+        if not self._has_warned:
+            self._has_warned = True
             warn(
                 f"The gradients of {self._passes()} add up in bfloat16, where small gradients get lost, "
                 f"since {self._why_not}. Write grad_dtype='bfloat16' to accept that."

@@ -1,7 +1,6 @@
 """The precision plugin inside Lightning's Trainer."""
 
 import copy
-import logging
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_memkit.plugins.memory_report._facts import facts
 from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import copy_gradients
@@ -155,21 +155,18 @@ def gradient_dtypes(module: nn.Module) -> list[torch.dtype]:
     return [parameter.grad.dtype for parameter in module.parameters() if parameter.grad is not None]
 
 
-def test_gradients_over_several_batches_are_float32_and_said_so(tmp_path, caplog):
-    seen = []
+def test_gradients_over_several_batches_are_float32_and_a_report_says_so(tmp_path):
+    seen, said = [], []
 
     class Look(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
             seen.extend(gradient_dtypes(pl_module))
+            said.append(facts(trainer, 0).precision)
 
     model = Regression()
-    with caplog.at_level(logging.INFO):
-        trainer(PureBF16Precision(), tmp_path, accumulate_grad_batches=2, callbacks=[Look()]).fit(
-            model, loader()
-        )
+    trainer(PureBF16Precision(), tmp_path, accumulate_grad_batches=2, callbacks=[Look()]).fit(model, loader())
     assert set(seen) == {FP32}
-    printed = [record.message for record in caplog.records if "+2 bytes a parameter" in record.message]
-    assert len(printed) == 1
+    assert set(said) == {"bf16-true, gradients in float32"}
     assert next(model.parameters()).grad_dtype == BF16  # as before the fit
 
 
@@ -268,26 +265,30 @@ def test_what_runs_before_a_fit_takes_no_bits_from_it(before, tmp_path):
         assert torch.equal(weight, truth)
 
 
-def test_a_schedule_of_accumulation_counts_too(tmp_path, caplog):
-    schedule = GradientAccumulationScheduler({0: 1, 4: 8})
-    with caplog.at_level(logging.INFO):
-        trainer(PureBF16Precision(), tmp_path, callbacks=[schedule]).fit(Regression(), loader())
-    assert any("8 micro-batches add up" in record.message for record in caplog.records)
+def test_a_schedule_of_accumulation_counts_too(tmp_path):
+    """Gradients would change their dtype in the fifth epoch: they are float32 from the first on."""
+    seen = set()
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            seen.update(gradient_dtypes(pl_module))
+
+    callbacks = [GradientAccumulationScheduler({0: 1, 4: 8}), Look()]
+    trainer(PureBF16Precision(), tmp_path, callbacks=callbacks).fit(Regression(), loader())
+    assert seen == {FP32}
 
 
-def test_parts_can_be_set_when_gradients_exist(tmp_path, caplog):
+def test_parts_can_be_set_when_gradients_exist(tmp_path):
     precision, seen = PureBF16Precision(), []
 
     class Split(Callback):
         def on_after_backward(self, trainer, pl_module) -> None:
-            for parts in (3, 1):  # the last word is one part: nothing to print
+            for parts in (3, 1):
                 precision.set_gradient_parts(parts)
                 seen.append(set(gradient_dtypes(pl_module)))
 
-    with caplog.at_level(logging.INFO):
-        trainer(precision, tmp_path, callbacks=[Split()]).fit(Regression(), loader())
+    trainer(precision, tmp_path, callbacks=[Split()]).fit(Regression(), loader())
     assert seen == [{FP32}, {BF16}] * 8
-    assert not any("bytes a parameter" in record.message for record in caplog.records)
 
 
 @pytest.fixture

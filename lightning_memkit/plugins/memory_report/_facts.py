@@ -18,13 +18,23 @@ def facts(trainer: Trainer, step: int) -> RunFacts:
         name=type(module).__name__,
         step=step,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        precision=str(trainer.precision_plugin.precision),
+        precision=_precision(trainer),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         micro_batch_size=parts,
         budget_bytes=0 if budget is None else budget.budget_bytes,
         forecast_bytes=0 if budget is None else budget.predicted_peaks.get(parts, 0),
         retries=0 if budget is None else budget.retries,
     )
+
+
+def _precision(trainer: Trainer) -> str:
+    """Lightning's name, with what `PureBF16Precision` has chosen for gradients that add up over micro-batches."""
+    name, parameters = str(trainer.precision_plugin.precision), trainer.lightning_module.parameters()
+    wide = any(
+        one.dtype == torch.bfloat16 and getattr(one, "grad_dtype", None) == torch.float32
+        for one in parameters
+    )
+    return f"{name}, gradients in float32" if wide else name
 
 
 def device_bytes(trainer: Trainer, anatomy: Anatomy | None, live_bytes: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -233,18 +233,12 @@ class PureBF16Precision(Precision):
         if compensation_of(optimizer) is None:
             self._follow()
         if uses_closure_its_own_way(optimizer):
-            return optimizer.step(closure=partial(self._evaluated, model, optimizer, closure), **kwargs)
+            return optimizer.step(closure=partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
         nothing = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
         if result is None and model.automatic_optimization and nothing:
             return result
-        self._announce_gradients()
         optimizer.step(closure=lambda: result, **kwargs)
-        return result
-
-    def _evaluated(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        result = self._wrap_closure(model, optimizer, closure)
-        self._announce_gradients()
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,10 +273,6 @@ class PureBF16Precision(Precision):
         module = self._module
         later = [] if module is None else [p for p in module.parameters() if is_compensated(p)]
         return {*self._compensated_parameters(), *later}
-
-    def _announce_gradients(self) -> None:
-        if (cost := self._gradients.announcement(self._compensated_parameters)) is not None:
-            rank_zero_info(cost)
 
     def _undo_all(self) -> None:
         while self._undo:
