@@ -49,6 +49,13 @@ def _anatomy(configs: list[str], precision: tuple, callbacks: tuple, *, seed: in
     """Train two steps with these plugins and return what `MemoryReport` wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "memory_report.json"
+        report_of(configs, precision, callbacks, path=path, seed=seed)
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def report_of(configs: list[str], precision: tuple, callbacks: tuple, *, path: Path, seed: int) -> None:
+    """Train two steps with these plugins, and let `MemoryReport` write the second to a file."""
+    with tempfile.TemporaryDirectory() as folder:
         report = {
             "class_path": "lightning_memkit.MemoryReport",
             "init_args": {"path": str(path), "measured_step": 1},
@@ -72,7 +79,6 @@ def _anatomy(configs: list[str], precision: tuple, callbacks: tuple, *, seed: in
             raise RuntimeError(
                 f"The run with {overrides['plugins']} and {overrides['callbacks']} failed; see above."
             )
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _budget(configs: list[str]) -> dict:

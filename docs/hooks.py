@@ -40,7 +40,8 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 def _home(readme: str) -> str:
     """Links in the README start at the repository's root: those to docs/ lead to pages, others to plain text."""
-    return re.sub(r"\[([^]]+)\]\((?!docs/|https?:)[^)]+\)", r"\1", readme).replace("](docs/", "](")
+    plain = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", readme)
+    return plain.replace("](docs/", "](").replace('"docs/pictures/', '"pictures/')
 
 
 def benchmark_tables(results: Path) -> str:
