@@ -20,6 +20,7 @@ from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.plugins.cli._build_target import target_dtype
 from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
+from lightning_memkit.plugins.planning._first_batch import first_batch
 from lightning_memkit.plugins.planning.planning import OptimizerStates, plan
 from lightning_memkit.prediction.devices import DEVICES
 
@@ -155,12 +156,7 @@ class ConfiguredRun(MemkitCLI):
         if source is None:
             with torch.device("meta"):  # the model is needed only for its loader
                 source = self.build_model()
-        source.prepare_data()
-        source.setup("fit")
-        try:
-            return next(iter(source.train_dataloader()))
-        except StopIteration:
-            raise ValueError("The training data of the config gives no batch to plan for.") from None
+        return first_batch(source)
 
     def beside_prediction(self, row: Row, given: Mapping[str, Any]) -> str:
         """A configuration computed by hand, next to its prediction."""

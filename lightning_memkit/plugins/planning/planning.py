@@ -25,6 +25,7 @@ from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.search import search
 from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
 from lightning_memkit.plugins.asked import BatchBudget, budgets_among, plan_columns
+from lightning_memkit.plugins.planning._first_batch import batch_of
 from lightning_memkit.plugins.planning._planned_optimizer import eight_bit_for
 from lightning_memkit.plugins.planning._planned_predictions import BatchParts, Predictions, listed
 from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy
@@ -56,9 +57,10 @@ def plan(
 
     Args:
         module: a LightningModule, or a function without arguments that builds one.
-        batch: what the loader will yield: the effective batch, which is split if it does not fit. Of a loss over the
-            whole batch (contrastive, say) give ``MemoryBudget(within="modules")`` among the Trainer's callbacks: the
-            batch stays whole then, and modules run in chunks of its rows.
+        batch: what the loader will yield, the effective batch, which is split if it does not fit; or the loader, or a
+            LightningDataModule, whose first batch is taken. Of a loss over the whole batch (contrastive, say) give
+            ``MemoryBudget(within="modules")`` among the Trainer's callbacks: the batch stays whole then, and modules
+            run in chunks of its rows.
         budget: a `Budget`, or its memory.
         trainer: arguments of the `Trainer` that will train.
         optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: also in 8 bits, by the
@@ -79,6 +81,7 @@ def plan(
     given = dict(trainer or {})
     device, (ranks, nodes) = budget.target(), _ranks(given)
     seen = _looked_at(module)
+    batch = batch_of(batch)
     rows, sizes, notes = _sizes(batch, given, seen)
     predictions = Predictions(module, BatchParts(batch, rows, on_cpu=device is None), given, device or "cpu")
     ask = partial(predictions.ask, rows=sizes[0])

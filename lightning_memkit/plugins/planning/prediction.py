@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.data.batching.random_numbers import GlobalNumbers
 from lightning_memkit.plugins.asked import budgets_among, says
+from lightning_memkit.plugins.planning._first_batch import batch_of
 from lightning_memkit.plugins.planning._predicted_ranks import many_ranks
 from lightning_memkit.plugins.planning._sharded_prediction import ddp_in_buckets
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
@@ -92,7 +93,7 @@ def predict_memory(
         module: a LightningModule; or a function without arguments that builds one, for models that this host
             can't hold; or a function of the batch that is a whole training step (forward, backward,
             optimizer), without Lightning.
-        batch: what a loader would yield, on the host.
+        batch: what a loader would yield, on the host; or a loader or data module, whose first batch is taken.
         trainer: arguments of the `Trainer` that will train: `precision`, `plugins`, `callbacks`,
             `accumulate_grad_batches`, `gradient_clip_val`; for several ranks `devices` and `num_nodes` as
             numbers, and `strategy`: `"ddp"` and its variants, a `DDPStrategy`, a `ModelParallelStrategy` with
@@ -112,6 +113,7 @@ def predict_memory(
             predicted or does not determine the number of ranks, or the device is unknown.
     """
     options, ranks = _checked(dict(trainer or {}))
+    batch = batch_of(batch)
     check_batch(batch)
     target = None if device == "cpu" else device_named(device)
 
