@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching.graph.origins import Origin
 from lightning_memkit.micro_batching.parts.cut import Cut
 from lightning_memkit.micro_batching.parts.origins_of_ranks import OriginsOfRanks
 from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.scaled_gradients import scale
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.divisors import BatchSums
@@ -109,7 +110,7 @@ class BatchWeights:
         self._run, self._partition = run, partition
         self._has_exact_windows = exact_window
         self._window, self._has_warned = Window(), False
-        self._origins = OriginsOfRanks(run)
+        self._origins, self._told = OriginsOfRanks(run), list[float | None]()
 
     @property
     def exact_window(self) -> bool:
@@ -132,6 +133,10 @@ class BatchWeights:
         """Whether micro-batches are weighed by what their own losses show."""
         return self._partition.combination.rules is not None and not observation.is_paused()
 
+    def _is_weighed(self, cut: Cut) -> bool:
+        """Whether that is so for a batch: one that runs whole weighs 1, unless it is one of several."""
+        return self._is_observed and (len(cut.parts) > 1 or self.exact_window or self._run.world_size > 1)
+
     def of(self, step: Step) -> tuple[Cut, list[float]]:
         """The micro-batches of the step's batch, and the weight of each, relative to all ranks' batches."""
         partition, combination = self._partition, self._partition.combination
@@ -146,6 +151,10 @@ class BatchWeights:
         def count() -> list[float]:
             cuts.append(partition.cut(step.batch))
             counts.extend(1.0 if even else float(combination.weigh(part)) for part in cuts[0].parts)
+            if combination.rules is not None and self._is_weighed(cuts[0]):
+                # Where memory runs out in it, ranks agree on that here.
+                places, told = range(len(combination.rules.rules)), combination.foretold
+                self._told = [told.total(place, step.batch) for place in places]
             return [sum(counts)]
 
         # Gradients are averaged over ranks, and weights are relative to what all ranks count together.
@@ -175,14 +184,12 @@ class BatchWeights:
         return shares
 
     def _shares(self, step: Step, cut: Cut) -> StepShares | None:
-        # A batch that runs whole weighs 1, unless it is one of several.
-        if not self._is_observed or not (len(cut.parts) > 1 or self.exact_window or self._run.world_size > 1):
+        if not self._is_weighed(cut):
             return None
         partition, rules, ranks = self._partition, self._partition.combination.rules, self._run.world_size
         assert rules is not None
         goes_on = self.exact_window and not step.starts_window
-        foretold = partition.combination.foretold
-        told = [foretold.total(index, step.batch) for index in range(len(rules.rules))]
+        told = self._told
         is_told = all(told[index] is not None for index in rules.means)
         if self.exact_window and not all(told[index] for index in rules.means):
             is_told = False
@@ -229,7 +236,7 @@ class BatchWeights:
         """
         if shares is None:
             if self.exact_window and step.ends_window:
-                _scale(step, self._window.factor, self._window.before)
+                scale(parameters_of(step), self._window.factor, self._window.before)
             return 1.0
         if not shares.rules.means:
             return 1.0
@@ -251,7 +258,7 @@ class BatchWeights:
         foretold.forget_wrong(step.batch, counted)
         if self._run.batches_a_step > 1 or self.outlive:
             raise MistakenTotalsError
-        _scale(step, factor)
+        scale(parameters_of(step), factor)
         return factor
 
     def _finish_batch_of_window(self, step: Step, shares: StepShares, overall: BatchSums) -> None:
@@ -266,7 +273,7 @@ class BatchWeights:
                 window.counted = max(window.counted, window.least[main], key=abs)
             window.reference = window.totals[main]
             shares.refuse_constants(window.fractions, window.beside, window.factor)
-            _scale(step, window.factor, window.before)
+            scale(parameters_of(step), window.factor, window.before)
 
     def _averaged(self, totals: Sequence[float]) -> list[float]:
         """Totals over all ranks, divided by their number, as gradients are."""
@@ -277,16 +284,6 @@ def parameters_of(step: Step) -> Iterator[torch.nn.Parameter]:
     """All that the step's optimizer changes."""
     for group in step.optimizer.param_groups:
         yield from group["params"]
-
-
-def _scale(step: Step, factor: float, before: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-    """Multiply what the step has added to the gradients of before."""
-    gradients = [parameter.grad for parameter in parameters_of(step) if parameter.grad is not None]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
-        for leaf, own in before:
-            if leaf.grad is not None and any(leaf.grad is gradient for gradient in gradients):
-                leaf.grad.add_(own, alpha=1.0 - factor)
 
 
 def largest(one: Sequence[float], other: Sequence[float]) -> list[float]:
