@@ -59,25 +59,28 @@ class Announcing(TorchDispatchMode):
         return result
 
 
-def together(agreement: Agreement, run: Callable[[], T]) -> T:
+def together(agreement: Agreement, run: Callable[[], T], *, passed_on: tuple[type[Exception], ...] = ()) -> T:
     """Run a micro-batch that runs on all ranks and issues the same collectives on each.
 
     Args:
         agreement: of all ranks.
         run: runs it; must not keep its tensors alive after a failure.
+        passed_on: errors that all ranks raise, or none.
 
     Raises:
         OutOfMemoryError: on all ranks, if one ran out of memory.
         CannotCatchUpError: memory ran out within a collective, in which peers may be waiting.
         PeerEndedError: another rank raised an error of its own.
     """
-    announcing, failure, results = Announcing(agreement), "", []
+    announcing, failure, results, passed = Announcing(agreement), "", [], None
     try:
         # Otherwise a compiled function that is called within a dispatch mode would run eagerly forever after.
         with torch.compiler.set_stance("force_eager"), announcing:
             results.append(run())
     except PeerEndedError:
         raise
+    except passed_on as error:
+        passed = error.with_traceback(None)
     except Exception as error:
         if not is_out_of_memory(error):
             agreement.end()
@@ -96,6 +99,8 @@ def together(agreement: Agreement, run: Callable[[], T]) -> T:
         raise torch.OutOfMemoryError(
             own or f"Rank {others} ran out of memory; all ranks repeat the micro-batch."
         )
+    if passed is not None:
+        raise passed
     return results[0]
 
 

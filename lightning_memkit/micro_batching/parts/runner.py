@@ -98,26 +98,27 @@ class PartsRunner:
 
     def _attempt(self, step: Step, attempt: Attempt, *, compares: bool) -> None:
         self.chunks.resize(self.partition.chunk_rows, self.partition.chunk_tokens)
-        weights = self._weights
-        weights.begin(step)
+        self._weights.begin(step)
         self.phase = "in splitting and weighing the batch"
-        attempt.cut, own = weights.of(step)
+        attempt.cut, own = self._weights.of(step)
         attempt.split = self.partition.split
-        shares = weights.shares(step, attempt.cut)
+        shares = self._weights.shares(step, attempt.cut)
         batch = BatchRun(step=step, cut=attempt.cut, weights=own, shares=shares)
-        parts = len(own)
         # All, as each logs values of its rows; None repeats the first, as ranks need it.
-        kept = [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
+        kept = [*range(len(own)), *[None] * (self.ranks.most_parts(len(own)) - len(own))]
         with self._once.held(several=len(kept) > 1) as finish:
             self.ranks.attempt(lambda: self._run_parts(batch, attempt, kept), ends_window=step.ends_window)
-            self._finish(batch, attempt)
-            self.phase = "after backward, in hooks, clipping or the optimizer's step"
-            self._once.begin_part(counts=False)
-            if compares:  # before hooks, which may change weights
-                self.whole.compare(step, attempt, self.partition, self.values)
+            self.ranks.completed(lambda: self._complete(batch, attempt, compares=compares))
             finish()
         if attempt.losses:
             step.after_backward()
+
+    def _complete(self, batch: BatchRun, attempt: Attempt, *, compares: bool) -> None:
+        self._finish(batch, attempt)
+        self.phase = "after backward, in hooks, clipping or the optimizer's step"
+        self._once.begin_part(counts=False)
+        if compares:  # before hooks, which may change weights
+            self.whole.compare(batch.step, attempt, self.partition, self.values)
 
     def _finish(self, batch: BatchRun, attempt: Attempt) -> None:
         """Bring gradients and what the micro-batches' losses have shown to the scale of the batch."""
@@ -136,10 +137,9 @@ class PartsRunner:
         rests = self.partition.combination.rests
         if rests is None or not shares.rests or rests.pieces != len(shares.rests[0].pieces):
             return None
-        rest = rests.joined(shares.rests)
         if rests.untold:
             self._warn(untold.REST)
-        return rest
+        return rests.joined(shares.rests)
 
     def _warn(self, words: str) -> None:
         """Warn once a fit that a reported value is not exactly the whole batch's."""

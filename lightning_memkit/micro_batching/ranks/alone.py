@@ -111,6 +111,10 @@ class Ranks:
         """
         return False
 
+    def completed(self, run: Callable[[], None]) -> None:
+        """What follows the micro-batches, and reduces numbers over ranks: memory runs out on all ranks, or on none."""
+        run()
+
     def optimizer_steps(self) -> None:
         """Agree that all ranks take the optimizer's step.
 

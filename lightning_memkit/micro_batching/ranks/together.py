@@ -64,6 +64,15 @@ class Agreeing(Ranks):
         return run()
 
     @override
+    def completed(self, run: Callable[[], None]) -> None:
+        try:
+            together(self._agreement, run, passed_on=(ForeseenWronglyError,))
+        except torch.OutOfMemoryError:
+            self._listening = False  # all ranks know
+            raise
+        self._issued = self._collectives()
+
+    @override
     def optimizer_steps(self) -> None:
         if self._listening:
             self._issued_before_steps = self._issued_since()
