@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.before_and_after import RUNS, report_of
 from benchmarks.record import ROOT
-from lightning_memkit.memory.chart import STACK, chart, height_of, ticks_up_to
+from lightning_memkit.memory.chart import STACK, chart, height_of, short_size, ticks_up_to
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
 
@@ -47,7 +47,7 @@ def picture(before: StepReport, after: StepReport, theme: str) -> str:
         y = _height_at(size, most)
         lines.append(
             f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="{colours["dim"]}" font-size="12">'
-            f"{_round(size)}</text>"
+            f"{short_size(size)}</text>"
         )
     for place, name in enumerate(shown):
         x, y = LEFT + place % 4 * COLUMN, legend_top + place // 4 * ROW
@@ -82,7 +82,7 @@ def _panel(report: StepReport, title: str, left: int, most: int, colours: dict[s
         yield f'<path d="M{left} {y:.1f}h{PLOT_WIDTH}" stroke="{colours["mark"]}" stroke-dasharray="6 4" fill="none"/>'
         yield (
             f'<text x="{left + PLOT_WIDTH}" y="{y - 6:.1f}" text-anchor="end" fill="{colours["mark"]}">'
-            f"budget {_round(budget)}</text>"
+            f"budget {short_size(budget)}</text>"
         )
     yield f'<path d="M{left} {TOP}v{PLOT_HEIGHT}h{PLOT_WIDTH}" stroke="{colours["dim"]}" fill="none"/>'
     yield (
@@ -93,11 +93,6 @@ def _panel(report: StepReport, title: str, left: int, most: int, colours: dict[s
 
 def _height_at(size: int, most: int) -> float:
     return TOP + PLOT_HEIGHT * (1 - size / most)
-
-
-def _round(size: int) -> str:
-    number, unit = format_bytes(size).split()
-    return f"{float(number):g} {unit}"
 
 
 def _sentence(before: StepReport, after: StepReport) -> str:

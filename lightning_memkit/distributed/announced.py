@@ -1,4 +1,4 @@
-"""Ranks agree before each collective of a user's step, of which is known only that all ranks issue it.
+"""Ranks agree before each collective of code of which is known only that all ranks issue it, such as a user's step.
 
 A rank that runs out of memory says so when its peers announce their next collective, or the end of the
 micro-batch: none of them issues it, all abandon the micro-batch at the same place, and no collective is left
@@ -60,12 +60,12 @@ class Announcing(TorchDispatchMode):
 
 
 def together(agreement: Agreement, run: Callable[[], T], *, passed_on: tuple[type[Exception], ...] = ()) -> T:
-    """Run a micro-batch that runs on all ranks and issues the same collectives on each.
+    """Run a micro-batch, or what follows a batch's, that runs on all ranks and issues the same collectives on each.
 
     Args:
         agreement: of all ranks.
         run: runs it; must not keep its tensors alive after a failure.
-        passed_on: errors that all ranks raise, or none.
+        passed_on: errors that are raised as they are, unless a rank has run out of memory.
 
     Raises:
         OutOfMemoryError: on all ranks, if one ran out of memory.

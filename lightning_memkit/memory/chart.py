@@ -37,7 +37,7 @@ def chart(report: StepReport, number: int = 0, most_bytes: int | None = None) ->
         "peak": max(timeline.totals),
         "marked_bytes": timeline.totals[marked],
         "marked_share": (marked + 0.5) / count,
-        "grid": [(size, _round(size)) for size in ticks_up_to(top)],
+        "grid": [(size, short_size(size)) for size in ticks_up_to(top)],
         "areas": list(_areas(timeline, top)),
         "levels": {name: size for name, size in levels.items() if 0 < size <= top},
         "phases": [(phase, end - begin) for (phase, begin), end in zip(timeline.phases, ends, strict=True)],
@@ -106,6 +106,7 @@ def _steps(levels: Sequence[int], sign: int = 1) -> str:
     return "".join(parts)
 
 
-def _round(size: int) -> str:
+def short_size(size: int) -> str:
+    """A size as on the chart's axis: "2 GiB", without needless zeros."""
     number, unit = format_bytes(size).split()
     return f"{float(number):g} {unit}"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.consolidate import consolidate_checkpoint, float32_state_dict
 from lightning_memkit.plugins.memory_budget.callback import MemoryBudget
+from lightning_memkit.plugins.memory_report._facts import facts
 from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from tests.optim.wrappers import WRAPPERS
 from tests.plugins.noise import NOISE
@@ -444,14 +445,20 @@ def test_kept_gradients_add_up_in_float32(make, caplog):
     assert float(ours.seen.mean()) == pytest.approx(0.5117, abs=1e-4)
 
 
-def test_the_cost_is_said_once_with_its_reason(caplog):
-    caplog.set_level("INFO")
-    fitted(Kept(), PureBF16Precision(), rows=512, batches=512)
-    said = [
-        record.message for record in caplog.records if "bfloat16 parameters are float32" in record.message
-    ]
-    assert len(said) == 1
-    assert "several backward passes add up to a step: +2 bytes a parameter" in said[0]
+def test_a_report_names_gradients_in_float32_once_they_are():
+    said = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            said.append(facts(trainer, 0).precision)
+
+        def on_train_batch_end(self, trainer, *_):
+            said.append(facts(trainer, 0).precision)
+
+    fitted(Kept(), PureBF16Precision(), rows=512, batches=512, callbacks=[Look()])
+    assert said[0] == "bf16-true"
+    assert said[-1] == "bf16-true, gradients in float32"
+    assert len(set(said)) == 2
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -56,12 +56,12 @@ def as_on_screen(text: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["tqdm", "rich", "none"])
 @pytest.mark.long
 def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, capsys: Any) -> None:
-    screen = io.StringIO()
-    rich = RichProgressBar(console_kwargs={"file": screen, "force_terminal": True, "width": 200})
+    terminal = io.StringIO()
+    rich = RichProgressBar(console_kwargs={"file": terminal, "force_terminal": True, "width": 200})
     bars: dict[str, list[Callback]] = {"tqdm": [TQDMProgressBar()], "rich": [rich], "none": []}
     report = MemoryReport()
     trained(report, *bars[kind], max_steps=6, log_every_n_steps=2, enable_progress_bar=kind != "none")
-    text = screen.getvalue() + capsys.readouterr().out
+    text = terminal.getvalue() + capsys.readouterr().out
     lines = [line for line in as_on_screen(text) if "loader stall" in line]
     assert len(lines) == 3
     for line in lines:
@@ -74,8 +74,14 @@ def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, 
         assert shown is not None
         assert shown[1] in "".join(lines)
     assert any(line.startswith("Peak ") for line in as_on_screen(text))
-    rule = next(line for line in as_on_screen(text) if line.startswith("└"))
-    assert rule.endswith("┘")
+    screen = as_on_screen(text)
+    first, last = (
+        next(i for i, line in enumerate(screen) if line.startswith(word)) for word in ("category", "all  ")
+    )
+    assert last > first + 1
+    assert all(
+        re.fullmatch(r"\w[\w ]+ {2,}[\d.]+ [KM]iB +[\d.]+%", line) for line in screen[first + 1 : last]
+    )
 
 
 def test_the_bar_is_left_as_it_was() -> None:

@@ -110,7 +110,8 @@ class BatchWeights:
         self._run, self._partition = run, partition
         self._has_exact_windows = exact_window
         self._window, self._has_warned = Window(), False
-        self._origins, self._told = OriginsOfRanks(run), list[float | None]()
+        self._origins = OriginsOfRanks(run)
+        self._told = list[float | None]()  # by term, what it counts in the batch at hand, as far as predicted
 
     @property
     def exact_window(self) -> bool:
@@ -152,9 +153,9 @@ class BatchWeights:
             cuts.append(partition.cut(step.batch))
             counts.extend(1.0 if even else float(combination.weigh(part)) for part in cuts[0].parts)
             if combination.rules is not None and self._is_weighed(cuts[0]):
-                # Where memory runs out in it, ranks agree on that here.
-                places, told = range(len(combination.rules.rules)), combination.foretold
-                self._told = [told.total(place, step.batch) for place in places]
+                # For `shares`, which reduces over ranks: here all of them learn if memory runs out on one.
+                terms, foretold = range(len(combination.rules.rules)), combination.foretold
+                self._told = [foretold.total(term, step.batch) for term in terms]
             return [sum(counts)]
 
         # Gradients are averaged over ranks, and weights are relative to what all ranks count together.

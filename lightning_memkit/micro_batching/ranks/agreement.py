@@ -12,10 +12,12 @@ state and retries the step with smaller micro-batches, by the same rule. The cal
    reduced in it. FSDP2: a rank that fails catches up, then all agree. Each rank runs `most_parts`
    micro-batches: a rank with fewer repeats one with weight zero, which adds zeros to gradients, whatever its
    loss.
-5. `clip`, where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
-6. `optimizer_steps`, when the optimizer's own step begins, and again after the whole step: the second
+5. `completed(run)` around what follows the micro-batches: gradients are brought to the batch's scale, and the whole
+   batch is compared. The ranks agree before each reduction in it, and at its end.
+6. `clip`, where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
+7. `optimizer_steps`, when the optimizer's own step begins, and again after the whole step: the second
    agreement, which covers hooks and clipping.
-7. `failed`, outside of any `except`, on a rank that has caught an out-of-memory error of the step: tells the
+8. `failed`, outside of any `except`, on a rank that has caught an out-of-memory error of the step: tells the
    other ranks, unless they know. Then restore, halve the `largest` of all ranks' sizes, and retry. After
    `optimizer_steps` nothing can be retried: raise.
 """

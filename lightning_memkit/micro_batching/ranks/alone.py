@@ -112,7 +112,7 @@ class Ranks:
         return False
 
     def completed(self, run: Callable[[], None]) -> None:
-        """What follows the micro-batches, and reduces numbers over ranks: memory runs out on all ranks, or on none."""
+        """Run what follows the micro-batches of a batch: if memory runs out on one rank, all raise."""
         run()
 
     def optimizer_steps(self) -> None:

@@ -56,7 +56,7 @@ class PureBF16Precision(Precision):
             first 24 bits, rounded stochastically. ``"stochastic"`` rounds to bfloat16 stochastically, for 0 bytes.
             ``"none"`` loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
-            parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
+            parameter with ``"kahan"`` or ``"split"``); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) if an optimizer
             step has more than one micro-batch or batch, or a backward adds to gradients that were kept, and in
             bfloat16 otherwise. DDP and FSDP2 can't reduce float32 gradients of bfloat16 weights: there "auto"
