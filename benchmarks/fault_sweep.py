@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.__main__ import main_of
 from benchmarks._fault_cases import CHANGING, IN_CHUNKS, MODELS, OPTIMIZERS, changing_optimizer
-from benchmarks._fault_ranks import Job, run_ranks
+from benchmarks._fault_ranks import Job, Shared, run_ranks
 from benchmarks._fault_runs import Case, Tally, added, quiet, run_case
 from benchmarks._finished import FinishedCells
 from benchmarks.harness import Options, Report
@@ -68,6 +68,8 @@ def run(options: Options) -> Report:
         cases = [case for place, case in enumerate(cases) if place % 12 not in (1, 5, 8, 10)]
     is_whole = not (options.quick or options.only)
     finished = FinishedCells(f"fault_sweep-seed-{options.seed}", CODE) if is_whole else None
+    # Ranks first: what may hang is seen before the hours of the rest.
+    shared = run_rank_cases(by_ranks, sample, options.seed, finished)
     tallies = dict(zip(cases, run_cases(cases, sample, options.seed, finished), strict=True))
     rows, ours, control, exact = [], [], [], []
     for case in cases:
@@ -91,22 +93,20 @@ def run(options: Options) -> Report:
         "max_relative_diff_fp64": max((tally.largest_difference for tally in exact), default=0.0),
     }
     failures = [*whole.failures, *added(exact).failures]
-    shared = run_ranks(
-        Job(cases=by_ranks, points=sample.ranks, seed=options.seed, most_starts=sample.rank_starts)
-    )  # fmt: skip
-    rows += shared.rows()
+    rows += [row for one in shared for row in one.rows()]
     for strategy in RANKS:
-        tally = shared.of(strategy)
+        tally = added(one.of(strategy) for one in shared)
         figures[f"{strategy}_points"] = tally.points
         figures[f"{strategy}_equal_fraction"] = tally.equal_fraction
         failures += [f"{strategy} {failure}" for failure in tally.failures]
-    figures["hangs"] = sum(shared.hangs)
+    figures["hangs"] = sum(hangs for one in shared for hangs in one.hangs)
     notes += failures[:SHOWN_FAILURES]
     if len(failures) > SHOWN_FAILURES:
         notes.append(f"and {len(failures) - SHOWN_FAILURES} points more that are not equal")
     if finished is not None:
         if finished.found:
-            notes.append(f"{len(finished.found)} of {len(cases)} cases are of a stopped run of the same code")
+            cells = len(cases) + len(by_ranks)
+            notes.append(f"{len(finished.found)} of {cells} cases are of a stopped run of the same code")
         finished.forget()
     notes.append("a cell is the points that end bitwise equal, of those run" + " (a sample)" * options.quick)
     return Report("fault_sweep", figures, rows, notes=tuple(notes))
@@ -135,6 +135,28 @@ def rank_cases(models: int | None) -> list[tuple[str, str, str, int]]:
         for model, optimizer in kinds[:models]
         for step in STEPS
     ]
+
+
+def run_rank_cases(
+    cases: list[tuple[str, str, str, int]], sample: Sample, seed: int, finished: FinishedCells | None = None
+) -> list[Shared]:
+    """What came of each case of two ranks, one pair of ranks after the other."""
+    known = {} if finished is None else finished.found
+    results = []
+    for case in cases:
+        name = " ".join(map(str, case))
+        job = Job(cases=[case], points=sample.ranks, seed=seed, most_starts=sample.rank_starts)
+        if name in known:
+            tallies, hangs = [Tally(**tally) for tally in known[name]["tallies"]], known[name]["hangs"]
+            shared = Shared(job=job, tallies=tallies, hangs=hangs)
+        else:
+            shared = run_ranks(job)
+            (tally,) = shared.tallies
+            print(f"{name}: {tally.equal}/{tally.points}", file=sys.stderr, flush=True)
+            if finished is not None:
+                finished.add(name, {"tallies": [asdict(tally)], "hangs": shared.hangs})
+        results.append(shared)
+    return results
 
 
 def run_cases(

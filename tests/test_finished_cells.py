@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fault_sweep, record
+from benchmarks._fault_ranks import Job, Shared
 from benchmarks._fault_runs import Case, Tally
 from benchmarks._finished import FinishedCells
 
@@ -82,6 +83,26 @@ def test_the_fault_sweep_runs_only_what_has_not_ended(code: Path, tmp_path: Path
     assert known == Tally(points=7, equal=6, failures=["3 aten.mm: differs"], total_points=7)
     assert ran.points == 1
     assert list(FinishedCells("sweep", ["swept.py"], tmp_path / "cells").found) == [str(ended), str(other)]
+
+
+def test_the_fault_sweep_runs_only_the_ranks_that_have_not_ended(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def run_ranks(job: Job) -> Shared:
+        ran.extend(job.cases)
+        return Shared(job=job, tallies=[Tally(points=2, equal=1, failures=["1 aten.mm: x"])], hangs=[1])
+
+    monkeypatch.setattr(fault_sweep, "run_ranks", run_ranks)
+    first, second = fault_sweep.rank_cases(None)[:2]
+    kept = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    (before,) = fault_sweep.run_rank_cases([first], fault_sweep.Sample(), 0, kept)
+    again = FinishedCells("sweep", ["swept.py"], tmp_path / "cells")
+    known, other = fault_sweep.run_rank_cases([first, second], fault_sweep.Sample(), 0, again)
+    assert ran == [first, second]
+    assert (known.tallies, known.hangs, known.rows()) == (before.tallies, [1], before.rows())
+    assert other.job.cases == [second]
 
 
 def test_the_fault_sweep_names_code_that_is_there() -> None:
