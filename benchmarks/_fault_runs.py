@@ -263,7 +263,13 @@ def place(device: FakeDevice | None, strategy: Any) -> dict[str, Any]:
 
 
 def quiet() -> None:
-    """One thread, no compiler and no word of Lightning's in a process that trains thousands of times."""
+    """One thread, no compiler and no word of Lightning's in a process that trains thousands of times.
+
+    What is there by now is never garbage: a collection of cycles looks at what the runs make, and the modules of
+    torch and Lightning cost ten times as much.
+    """
+    gc.collect()
+    gc.freeze()
     torch.set_num_threads(1)
     # bitsandbytes compiles what it steps on the device "fake", for minutes.
     torch._dynamo.config.disable = True
