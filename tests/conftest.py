@@ -50,6 +50,12 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent.parent)
 
 
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments have 8 bits in rows of four values, too, so that small models have them."""
+    monkeypatch.setattr("lightning_memkit.optim.quantised.SHORTEST_ROW", 4)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
     """Keep what the test modules before have imported out of garbage collections, too."""

@@ -100,7 +100,8 @@ def bytes_per_parameter(optimizer: Optimizer) -> BytesPerParameter:
             states=sum(_bytes(value, shared) for name, value in state.items() if name not in LOW_STATES),
             compensation=sum(_bytes(value) for name, value in state.items() if name in LOW_STATES),
         )
-        (quantized if any(_is_quantized(value) for value in state.values()) else exceptions).add(one)
+        moments = [value for name, value in state.items() if name not in LOW_STATES]
+        (quantized if any(map(_is_quantized, moments)) else exceptions).add(one)
         whole.add(one)
     if quantized.parameters == 0:
         return whole.per_parameter()

@@ -43,7 +43,7 @@ class Tried:
 
     Attributes:
         compares: whether the optimizer's move depends on differences between evaluations.
-        rounded_states: names of its states that `states="compact"` would round.
+        rounded_states: names of its states that ``"compact"`` and ``"8-bit"`` states would round.
     """
 
     compares: bool
@@ -77,7 +77,7 @@ def refuse_comparisons(optimizer: Optimizer, mode: Mode, states: States) -> bool
     tried = try_comparisons(optimizer)
     if tried is None:
         return True
-    rounded = tried.rounded_states if states == "compact" else ()
+    rounded = tried.rounded_states if states != "exact" else ()
     if tried.compares and (mode != "split" or rounded):
         raise ValueError(
             f"{_options(mode, states)} with {type(optimizer).__name__}: its step compares evaluations of its closure "
@@ -93,7 +93,7 @@ def untried_error(optimizer: Optimizer, mode: Mode, states: States) -> ValueErro
         f"{_options(mode, states)} with {type(optimizer).__name__}: its step evaluates its closure again, or after it "
         "has moved weights. If it compares the evaluations (a line search, curvature from differences of gradients), "
         "it takes other steps where what it leaves is rounded; no small copy of it could be stepped at setup to see "
-        f"whether it does. The weights are as before this step. {_remedy(mode, exact=states == 'compact')}"
+        f"whether it does. The weights are as before this step. {_remedy(mode, exact=states != 'exact')}"
     )
 
 
@@ -162,7 +162,7 @@ class _TestProblem:
         farthest: the largest distance of the parameters from their starts, in an evaluation or at the end.
         evaluations_left: how many more evaluations this step may take.
         endless: whether a step asked for more evaluations than it may take.
-        rounded_states: names of states that `states="compact"` rounds.
+        rounded_states: names of states that ``"compact"`` and ``"8-bit"`` states round.
     """
 
     def __init__(self, optimizer: Optimizer, change: float, loss_change: float) -> None:

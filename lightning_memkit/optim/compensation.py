@@ -40,6 +40,7 @@ from lightning_memkit.optim.modes import (
     low_state_of_tensor,
 )
 from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.quantised import decoded_states
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
@@ -102,6 +103,9 @@ class Compensation:
                 continue
             for name in LOW_STATES:
                 state.pop(name, None)
+            plain = decoded_states(state)
+            state.clear()
+            state.update(plain)
             group, count = optimizer.param_groups[slot.group], state.get("step")
             if isinstance(count, Tensor) and (group.get("fused") or group.get("capturable")):
                 # Where torch's fused and capturable steps expect it.
@@ -171,9 +175,8 @@ def compensate(
 ) -> Compensation:
     """Make an optimizer over bfloat16 weights step in float32; 2 bytes a parameter more for kahan and split.
 
-    Weights, gradients and AdamW's moments then take 10 bytes a parameter with ``states="compact"`` and 14
-    with ``"exact"``, and one byte less with ``mode="split24"``. Parameters of other dtypes are stepped by the same
-    call, as they are.
+    Weights, gradients and AdamW's moments then take 10 bytes a parameter with ``states="compact"``, 14 with
+    ``"exact"``, about 8 with ``"8-bit"``, and one less with ``mode="split24"``. Other dtypes are stepped as they are.
 
     Args:
         optimizer: any optimizer that steps each parameter by itself; of a `ZeroRedundancyOptimizer` the inner
@@ -183,8 +186,9 @@ def compensate(
         mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it,
             ``"split24"`` its first 24 bits, the last of them rounded at random, ``"stochastic"`` rounds to
             bfloat16 at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
-        states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"exact"``
-            keeps every state in float32.
+        states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"8-bit"`` keeps
+            means of gradients and their squares in 8 bits where rows have 32 values or more (`optim.quantised`), and
+            others as ``"compact"``; ``"exact"`` keeps every state in float32.
         low_halves: int16 low halves of float32 weights, as `cast_module` collects them, or those of another
             optimizer over the same parameters (`shared_low_halves`), which then are shared.
         seed: seeds stochastic rounding, which leaves torch's random state alone.

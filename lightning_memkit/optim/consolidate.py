@@ -18,6 +18,7 @@ from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.checkpoints import LOW_HALVES_KEY, STATE_KEY, as_low
 from lightning_memkit.optim.modes import LOW_STATES, join_low_, split_low_
 from lightning_memkit.optim.pieces import slots
+from lightning_memkit.optim.quantised import decoded_states
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 NAMES_KEY = "memkit_parameter_names"  # the checkpoint key of what `parameter_names` returned
@@ -135,7 +136,8 @@ def consolidate_state_dicts(
 def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A bfloat16 checkpoint as float32 training would have saved it: `Trainer(precision="32-true")` loads it.
 
-    Weights are the float32 values that were trained, states are float32 (8-bit states stay as they are), and
+    Weights are the float32 values that were trained, states are float32 (those of 8-bit optimizers of other libraries
+    stay as they are), and
     the entries of memkit's precision are removed. Loops, schedulers, callbacks and hyperparameters are kept.
 
     Args:
@@ -225,6 +227,7 @@ def _plain_state_dict(saved: Mapping[str, Any]) -> dict[str, Any]:
             state = {name: value for name, value in state.items() if name not in LOW_STATES}
             if not state:  # a low half only: this parameter has not been stepped yet
                 continue
+            state = decoded_states(state)
         states[key] = _widened(state, {})
     beside = {key: value for key, value in saved.items() if key not in (STATE_KEY, "state")}
     return {**_widened(beside, {}), **({"state": states} if "state" in saved else {})}

@@ -17,9 +17,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.blocks import first_element
+from lightning_memkit.optim.blocks import first_element, flat_views
 from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of, narrow_, widen_
+from lightning_memkit.optim.own_attributes import has_own_values
 from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.quantised import (
+    CODES,
+    SCALES,
+    decoded_states,
+    encode_,
+    is_quantisable,
+    is_quantised_name,
+    made_for,
+    plain_name,
+    row_length,
+)
 from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_dtypes import storage_of
 
@@ -55,6 +67,7 @@ class _Float32Form:
             for name, value in state.items()
             if name not in LOW_STATES and name not in engine.bfloat16_states and _is_stored(value, parameter)
         ]
+        self._in_8_bits = {name: value for name, value in state.items() if is_quantised_name(name)}
 
     def show(self) -> None:
         """Make the parameter and its states float32."""
@@ -64,6 +77,8 @@ class _Float32Form:
                 del state[parameter][name]
             if not state[parameter]:  # optimizers create their states only if there are none
                 del state[parameter]
+        if self._in_8_bits:
+            state[parameter] = decoded_states(state[parameter])
         exchange(parameter, self._other)
         for stored, wide in self._states:
             exchange(stored, wide)
@@ -125,6 +140,11 @@ class _Float32Form:
         for stored, wide in self._states:
             if stored.dtype == torch.float32:
                 exchange(stored, wide)
+        if self._in_8_bits:
+            of_step = {plain_name(name) for name in self._in_8_bits}
+            now = state.get(parameter, {})
+            kept = {name: value for name, value in now.items() if name not in of_step}
+            state[parameter] = {**kept, **self._in_8_bits}
         if self._low:
             state.setdefault(parameter, {}).update(self._low)
 
@@ -139,15 +159,19 @@ class _Float32Form:
             parameter.grad.copy_(gradient)
 
     def _keep_states(self, state: dict[str, Any]) -> None:
-        """Store moments in bfloat16 if states are compact, within the same tensor objects."""
+        """Store moments in bfloat16, within the same tensor objects, or in 8 bits."""
         engine, parameter = self._engine, self.slot.parameter
         rooms = {id(stored): room for stored, room in self._states}
-        for name, value in state.items():
+        # What else holds a state would not see its codes.
+        in_8_bits = engine.states == "8-bit" and not has_own_values(self._optimizer)
+        for name, value in list(state.items()):
             if _is_stored(value, parameter):
                 # The optimizer itself chose bfloat16 for a state of float32 weights.
                 engine.bfloat16_states.add(name)
                 continue
-            if engine.states != "compact" or not isinstance(value, Tensor) or value._base is not None:
+            if in_8_bits and self._encode(state, name):
+                continue
+            if engine.states == "exact" or not isinstance(value, Tensor) or value._base is not None:
                 continue
             group = self._optimizer.param_groups[self.slot.group]
             storage = storage_of(name, value, state, group, self._other)
@@ -161,6 +185,28 @@ class _Float32Form:
             else:
                 room.copy_(value)
             exchange(value, room)
+
+    def _encode(self, state: dict[str, Any], name: str) -> bool:
+        """Store a state in 8 bits, if the parameter's may have them."""
+        parameter, value = self.slot.parameter, state[name]
+        length = row_length(parameter) if is_quantisable(name) else None
+        if length is None or type(value) is not Tensor or value.shape != parameter.shape:
+            return False
+        flat = flat_views(value, parameter)
+        if flat is None or value.dtype != torch.float32:
+            return False
+        kept = {one: self._in_8_bits.get(one) for one in (name + CODES, name + SCALES)}
+        if any(one is None for one in kept.values()):
+            kept = made_for(parameter, name, length)
+        codes, scales = kept.values()
+        assert codes is not None
+        assert scales is not None
+        (of_codes,) = flat_views(codes) or (codes,)
+        stream = (self.slot.index, name, first_element(parameter))
+        encode_(name, flat[0], of_codes, scales, self._engine.rounding.noise(flat[0], stream))
+        del state[name]
+        state.update(kept)
+        return True
 
 
 class Float32Forms:

@@ -13,7 +13,7 @@ from lightning_memkit.optim.split24 import LOW_BYTE, join24_, split24_
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 Mode = Literal["kahan", "split", "split24", "stochastic", "none"]
-States = Literal["compact", "exact"]
+States = Literal["compact", "exact", "8-bit"]
 _LOW: dict[str, tuple[str, torch.dtype]] = {
     "split": (LOW_HALF, torch.int16),
     "split24": (LOW_BYTE, torch.int8),

@@ -28,11 +28,13 @@ struct Operand {  // every field 8 bytes: Python packs them as 64-bit integers
   void *low;
   const void *gradient;
   uint64_t gradient_is_float;
-  uint16_t *first;
-  uint16_t *second;
+  void *first;
+  void *second;
   int64_t count;
   int64_t start;  // the first element's place in the whole parameter, of which this may be a shard
   uint64_t weight_stream, first_stream, second_stream;
+  uint16_t *first_scales, *second_scales;
+  int64_t length;  // of a row whose moments have 8 bits and scales; 0 where they are bfloat16
 };
 
 struct Job {
@@ -44,7 +46,7 @@ struct Job {
 
 struct Piece {
   const Operand *operand;
-  int64_t run;
+  int64_t run;  // of TILE elements of the whole parameter, or of as many blocks of its rows
 };
 
 inline uint32_t bits_of(float value) {
@@ -106,6 +108,7 @@ void prefetch(const T *start, int64_t count) {
 struct Noise {  // a run's place in the tile and its key
   const uint16_t *start;
   uint16_t key;
+  explicit Noise(const uint16_t *ready) : start(ready), key(0) {}
   Noise(const uint16_t *tile, uint64_t stream, uint64_t run) {
     const uint64_t number = mixed(stream, run);
     start = tile + (number & (TILE - 1));
@@ -229,6 +232,28 @@ void step_lion(const Job &job, float *weight, const float *gradient, float *firs
   }
 }
 
+template <int rule>
+void step_rule(const Job &job, float *weight, float *gradient, float *first, float *second, int64_t count) {
+  if (job.flags & MAXIMIZE) {
+    for (int64_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
+  }
+  if constexpr (rule == ADAMW) {
+    step_adamw(job, weight, gradient, first, second, count);
+  } else if constexpr (rule == SGD) {
+    step_sgd(job, weight, gradient, first, count);
+  } else {
+    step_lion(job, weight, gradient, first, count);
+  }
+}
+
+void load_gradient(const Operand &o, int64_t start, float *out, int64_t count) {
+  if (o.gradient_is_float) {
+    std::memcpy(out, static_cast<const float *>(o.gradient) + start, count * sizeof(float));
+  } else {
+    widen(static_cast<const uint16_t *>(o.gradient) + start, out, count);
+  }
+}
+
 struct Span {  // what a run of the whole parameter has in common with the `count` elements from `start` on
   int64_t begin, end;  // of these elements
   int64_t in_run;      // where in the run that begins
@@ -257,52 +282,183 @@ void step_run(const Job &job, const Piece &piece) {
     prefetch(o.weight + next, ahead);
     if (low != nullptr) prefetch(low + AHEAD, ahead);
     prefetch(static_cast<const uint16_t *>(o.gradient) + (o.gradient_is_float ? 2 * next : next), ahead);
-    if (o.first != nullptr) prefetch(o.first + next, ahead);
-    if (o.second != nullptr) prefetch(o.second + next, ahead);
+    uint16_t *first_at = o.first == nullptr ? nullptr : static_cast<uint16_t *>(o.first) + start;
+    uint16_t *second_at = o.second == nullptr ? nullptr : static_cast<uint16_t *>(o.second) + start;
+    if (first_at != nullptr) prefetch(first_at + AHEAD, ahead);
+    if (second_at != nullptr) prefetch(second_at + AHEAD, ahead);
     load_weight<mode>(o.weight + start, low, weight, count);
-    if (o.gradient_is_float) {
-      std::memcpy(gradient, static_cast<const float *>(o.gradient) + start, count * sizeof(float));
-    } else {
-      widen(static_cast<const uint16_t *>(o.gradient) + start, gradient, count);
-    }
-    if (job.flags & MAXIMIZE) {
-      for (int64_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
-    }
-    if (o.first != nullptr) widen(o.first + start, first, count);
+    load_gradient(o, start, gradient, count);
+    if (first_at != nullptr) widen(first_at, first, count);
+    if constexpr (rule == ADAMW) widen(second_at, second, count);
+    step_rule<rule>(job, weight, gradient, first_at == nullptr ? nullptr : first, second, count);
     if constexpr (rule == ADAMW) {
-      widen(o.second + start, second, count);
-      step_adamw(job, weight, gradient, first, second, count);
-      narrow_stochastic(second, o.second + start, count, second_noise.start + offset, second_noise.key);
-    } else if constexpr (rule == SGD) {
-      step_sgd(job, weight, gradient, o.first == nullptr ? nullptr : first, count);
-    } else {
-      step_lion(job, weight, gradient, first, count);
+      narrow_stochastic(second, second_at, count, second_noise.start + offset, second_noise.key);
     }
-    if (o.first != nullptr) {
+    if (first_at != nullptr) {
       if (job.flags & FIRST_IS_STOCHASTIC) {
-        narrow_stochastic(first, o.first + start, count, first_noise.start + offset, first_noise.key);
+        narrow_stochastic(first, first_at, count, first_noise.start + offset, first_noise.key);
       } else {
-        narrow_nearest(first, o.first + start, count);
+        narrow_nearest(first, first_at, count);
       }
     }
     store_weight<mode>(weight, o.weight + start, low, count, weight_noise, offset);
   }
 }
 
-using StepRun = void (*)(const Job &, const Piece &);
+// Moments in 8 bits: quantised.py says what the codes are and why.
 
-template <int rule>
-StepRun step_of_mode(int mode) {
-  switch (mode) {
-    case KAHAN: return step_run<rule, KAHAN>;
-    case SPLIT: return step_run<rule, SPLIT>;
-    case STOCHASTIC: return step_run<rule, STOCHASTIC>;
-    case SPLIT24: return step_run<rule, SPLIT24>;
-    default: return step_run<rule, NONE>;
+constexpr int64_t BLOCKS_A_PIECE = TILE / BLOCK;
+constexpr float LEVELS_FIRST = 127.0f, LEVELS_SECOND = 255.0f, STAYS = 0.875f;
+constexpr uint32_t SMALLEST_SCALE = 0x00800000u, LARGEST_SCALE = 0x7F7F0000u, INFINITE = 0x7F800000u;
+
+class ElementNoise {  // of one state of a parameter, for elements anywhere in it
+ public:
+  ElementNoise(const uint16_t *tile, uint64_t stream) : tile_(tile), stream_(stream), noise_(tile, stream, 0) {}
+
+  void fill(uint16_t *out, int64_t place, int64_t count) {
+    while (count > 0) {
+      const int64_t run = place / TILE, in_run = place % TILE;
+      const int64_t here = count < TILE - in_run ? count : TILE - in_run;
+      if (run != run_) noise_ = Noise(tile_, stream_, run_ = run);
+      const uint16_t *start = noise_.start + in_run;
+      for (int64_t i = 0; i < here; ++i) out[i] = start[i] ^ noise_.key;
+      out += here, place += here, count -= here;
+    }
+  }
+
+ private:
+  const uint16_t *tile_;
+  uint64_t stream_;
+  int64_t run_ = 0;
+  Noise noise_;
+};
+
+// The scale of a block's moments, as bfloat16: the one before if the largest value is near it.
+uint16_t scale_of(const float *values, int64_t count, uint16_t scale) {
+  uint32_t most = SMALLEST_SCALE;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(values[i]) & 0x7FFFFFFFu;
+    most = bits > most ? bits : most;
+  }
+  if (most >= INFINITE) return 0x7FC0u;
+  const float largest = float_of(most), before = float_of(static_cast<uint32_t>(scale) << 16);
+  if (largest <= before && largest > before * STAYS) return scale;
+  const uint32_t up = (most + 0xFFFFu) & 0xFFFF0000u;
+  return static_cast<uint16_t>((up < LARGEST_SCALE ? up : LARGEST_SCALE) >> 16);
+}
+
+void decode_first(const int8_t *codes, uint16_t scale, float *out, int64_t count) {
+  const float factor = float_of(static_cast<uint32_t>(scale) << 16) * static_cast<float>(1.0 / (127.0 * 127.0));
+  for (int64_t i = 0; i < count; ++i) {
+    const float code = codes[i];
+    out[i] = code * std::fabs(code) * factor;
   }
 }
 
-StepRun step_of(int rule, int mode) {
+void decode_second(const uint8_t *codes, uint16_t scale, float *out, int64_t count) {
+  const float factor = float_of(static_cast<uint32_t>(scale) << 16);
+  for (int64_t i = 0; i < count; ++i) {
+    const float root = codes[i] * static_cast<float>(1.0 / 255.0);
+    const float second = root * root, fourth = second * second;
+    out[i] = fourth * fourth * factor;
+  }
+}
+
+inline float below_of(uint16_t noise) { return (noise + 0.5f) * 0x1p-16f; }
+
+void encode_first(const float *values, int8_t *codes, uint16_t *scale, int64_t count, const uint16_t *noise) {
+  *scale = scale_of(values, count, *scale);
+  if (*scale == 0x7FC0u) return static_cast<void>(std::memset(codes, 0, count));
+  const float inverse = 1.0f / float_of(static_cast<uint32_t>(*scale) << 16);
+  for (int64_t i = 0; i < count; ++i) {
+    const float share = values[i] * inverse;
+    const float square = std::fabs(share) * (LEVELS_FIRST * LEVELS_FIRST);
+    const int32_t root = static_cast<int32_t>(std::sqrt(square));
+    const float low = static_cast<float>(root < 126 ? root : 126);
+    const float chance = (square - low * low) / (low + low + 1.0f);
+    const int32_t code = static_cast<int32_t>(low) + (below_of(noise[i]) < chance ? 1 : 0);
+    codes[i] = static_cast<int8_t>(share < 0.0f ? -code : code);
+  }
+}
+
+void encode_second(const float *values, uint8_t *codes, uint16_t *scale, int64_t count, const uint16_t *noise) {
+  *scale = scale_of(values, count, *scale);
+  if (*scale == 0x7FC0u) return static_cast<void>(std::memset(codes, 0, count));
+  const float inverse = 1.0f / float_of(static_cast<uint32_t>(*scale) << 16);
+  for (int64_t i = 0; i < count; ++i) {
+    const float share = values[i] * inverse;
+    const float root = std::sqrt(std::sqrt(std::sqrt(share))) * LEVELS_SECOND;
+    const int32_t rounded = static_cast<int32_t>(root + below_of(noise[i]));
+    const int32_t least = share > 0.0f ? 1 : 0, code = rounded < 255 ? rounded : 255;
+    codes[i] = static_cast<uint8_t>(code > least ? code : least);
+  }
+}
+
+template <int rule, int mode>
+void step_blocks(const Job &job, const Piece &piece) {
+  alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
+  alignas(64) uint16_t weight_noise[BLOCK], noise[BLOCK];
+  const Operand &o = *piece.operand;
+  const int64_t in_row = (o.length + BLOCK - 1) / BLOCK, all = o.count / o.length * in_row;
+  const int64_t begin = piece.run * BLOCKS_A_PIECE;
+  const int64_t end = begin + BLOCKS_A_PIECE < all ? begin + BLOCKS_A_PIECE : all;
+  ElementNoise of_weight(job.tile, o.weight_stream);
+  ElementNoise of_first(job.tile, o.first_stream), of_second(job.tile, o.second_stream);
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t row = block / in_row, in_block = (block - row * in_row) * BLOCK;
+    const int64_t start = row * o.length + in_block, rest = o.length - in_block;
+    const int64_t count = rest < BLOCK ? rest : BLOCK;
+    const int64_t next = start + AHEAD, left = o.count - next;
+    const int64_t ahead = left < BLOCK ? left : BLOCK;
+    Low<mode> *low = o.low == nullptr ? nullptr : static_cast<Low<mode> *>(o.low) + start;
+    int8_t *first_at = static_cast<int8_t *>(o.first) + start;
+    prefetch(o.weight + next, ahead);
+    if (low != nullptr) prefetch(low + AHEAD, ahead);
+    prefetch(static_cast<const uint16_t *>(o.gradient) + (o.gradient_is_float ? 2 * next : next), ahead);
+    prefetch(first_at + AHEAD, ahead);
+    load_weight<mode>(o.weight + start, low, weight, count);
+    load_gradient(o, start, gradient, count);
+    decode_first(first_at, o.first_scales[block], first, count);
+    if constexpr (rule == ADAMW) {
+      uint8_t *second_at = static_cast<uint8_t *>(o.second) + start;
+      prefetch(second_at + AHEAD, ahead);
+      decode_second(second_at, o.second_scales[block], second, count);
+      step_rule<rule>(job, weight, gradient, first, second, count);
+      of_second.fill(noise, o.start + start, count);
+      encode_second(second, second_at, o.second_scales + block, count, noise);
+    } else {
+      step_rule<rule>(job, weight, gradient, first, nullptr, count);
+    }
+    of_first.fill(noise, o.start + start, count);
+    encode_first(first, first_at, o.first_scales + block, count, noise);
+    of_weight.fill(weight_noise, o.start + start, count);
+    store_weight<mode>(weight, o.weight + start, low, count, Noise(weight_noise), 0);
+  }
+}
+
+template <int rule, int mode>
+void step_piece(const Job &job, const Piece &piece) {
+  if (piece.operand->length > 0) {
+    step_blocks<rule, mode>(job, piece);
+  } else {
+    step_run<rule, mode>(job, piece);
+  }
+}
+
+using StepPiece = void (*)(const Job &, const Piece &);
+
+template <int rule>
+StepPiece step_of_mode(int mode) {
+  switch (mode) {
+    case KAHAN: return step_piece<rule, KAHAN>;
+    case SPLIT: return step_piece<rule, SPLIT>;
+    case STOCHASTIC: return step_piece<rule, STOCHASTIC>;
+    case SPLIT24: return step_piece<rule, SPLIT24>;
+    default: return step_piece<rule, NONE>;
+  }
+}
+
+StepPiece step_of(int rule, int mode) {
   switch (rule) {
     case SGD: return step_of_mode<SGD>(mode);
     case LION: return step_of_mode<LION>(mode);
@@ -377,11 +533,16 @@ extern "C" void memkit_narrow(int mode, const float *source, uint16_t *high, voi
 extern "C" void memkit_step(int rule, int mode, int flags, const float *numbers, const void *operands,
                             int64_t operand_count, const uint16_t *tile, int threads) {
   const Job job{static_cast<const Operand *>(operands), numbers, tile, flags};
-  const StepRun step = step_of(rule, mode);
+  const StepPiece step = step_of(rule, mode);
   std::vector<Piece> pieces;
   for (int64_t index = 0; index < operand_count; ++index) {
     const Operand &operand = job.operands[index];
     if (operand.count == 0) continue;
+    if (operand.length > 0) {
+      const int64_t blocks = operand.count / operand.length * ((operand.length + BLOCK - 1) / BLOCK);
+      for (int64_t run = 0; run * BLOCKS_A_PIECE < blocks; ++run) pieces.push_back({&operand, run});
+      continue;
+    }
     const int64_t last = (operand.start + operand.count - 1) / TILE;
     for (int64_t run = operand.start / TILE; run <= last; ++run) pieces.push_back({&operand, run});
   }

@@ -16,6 +16,7 @@ from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.comparisons import untried_error
 from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.fused.taking import take
+from lightning_memkit.optim.fused.wanted import StepStorage
 from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_group_scalars
 from lightning_memkit.optim.identity import Float32Forms
 from lightning_memkit.optim.own_attributes import has_own_values, own_numbers
@@ -105,7 +106,8 @@ class OpenStep:
                 plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
         _refuse_sparse([slot.parameter for slot in shadowed])
         shadowed = self._step_fused(shadowed)
-        for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
+        in_8_bits = self._engine.states == "8-bit"
+        for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes, in_8_bits=in_8_bits):
             if self._engine.under_identity:
                 self._step_under_identity([piece.slot for piece in bucket], plain)
             else:
@@ -167,9 +169,10 @@ class OpenStep:
     def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
         """Step the parameters that a fused kernel can take; return the others."""
         engine = self._engine
-        if not engine.may_fuse or engine.mode is None or engine.states != "compact":
+        if not engine.may_fuse or engine.mode is None or engine.states == "exact":
             return shadowed  # exact states promise the optimizer's own arithmetic, bit for bit
-        taken, others = take(self._optimizer, engine.mode, shadowed)
+        storage = StepStorage(engine.mode, engine.states == "8-bit")
+        taken, others = take(self._optimizer, storage, shadowed)
         if taken:
             self._fused = True
             fused_step(taken, engine.mode, engine.rounding)

@@ -9,10 +9,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.blocks import first_element, local_part
+from lightning_memkit.optim.blocks import first_element, flat_views, local_part
 from lightning_memkit.optim.group_scalars import copied
 from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch
+from lightning_memkit.optim.quantised import (
+    CODES,
+    SCALES,
+    decode_,
+    encode_,
+    is_quantisable,
+    is_quantised_name,
+    made_for,
+    plain_name,
+    row_length,
+)
 from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_dtypes import storage_of
 
@@ -86,7 +97,12 @@ class PieceShadows:
                 and (group.get("fused") or group.get("capturable"))
             ):
                 value = value.to(piece.slot.parameter.device)  # fused steps keep the count on the host
-            if isinstance(value, Tensor) and value.shape == piece.slot.parameter.shape:
+            plain = plain_name(name)
+            if plain is not None:
+                seen[plain] = self._decoded(plain, piece)
+            elif is_quantised_name(name):  # the scales of these
+                continue
+            elif isinstance(value, Tensor) and value.shape == piece.slot.parameter.shape:
                 part = piece.view(value)
                 seen[name] = self._float32(part) if value.dtype == torch.bfloat16 else part
             elif isinstance(value, Tensor) and value.dtype == torch.bfloat16:
@@ -94,6 +110,16 @@ class PieceShadows:
             else:  # counters advance once a step, so each slice gets its own copy
                 seen[name] = value if piece.whole else copied(value)
         return seen
+
+    def _decoded(self, plain: str, piece: Piece) -> Tensor:
+        """The float32 moments of a slice whose state has 8 bits."""
+        before = self._progress[piece.slot.parameter].before
+        codes, scales = before[plain + CODES], before[plain + SCALES]
+        wide = self._scratch.like(piece.view(codes))
+        flat = flat_views(local_part(piece.view(codes)), local_part(wide))
+        assert flat is not None  # `row_length` says so of the parameter
+        decode_(plain, flat[0], _rows_of(piece, scales), flat[1])
+        return wide
 
     def _float32(self, part: Tensor) -> Tensor:
         if part.dtype == torch.float32:
@@ -124,8 +150,10 @@ class PieceShadows:
             progress.after[name] = value
             return
         group = self._optimizer.param_groups[piece.slot.group]
-        compact = self._engine.states == "compact"
-        storage = storage_of(name, value, stepped, group, shadow) if compact else "keep"
+        rounds = self._engine.states != "exact"
+        storage = storage_of(name, value, stepped, group, shadow) if rounds else "keep"
+        if storage != "keep" and self._engine.states == "8-bit" and self._encode(name, value, piece):
+            return
         if storage == "keep" and piece.whole and not self._scratch.owns(value):
             progress.after[name] = value
             return
@@ -138,6 +166,25 @@ class PieceShadows:
             self._engine.rounding.round_(source, target, (piece.slot.index, name, start))
         elif source.data_ptr() != target.data_ptr() or source.dtype != target.dtype:
             target.copy_(source)
+
+    def _encode(self, name: str, value: Tensor, piece: Piece) -> bool:
+        """Store the moments of a slice in 8 bits, if the parameter's may have them."""
+        parameter, progress = piece.slot.parameter, self._progress[piece.slot.parameter]
+        length = row_length(parameter) if is_quantisable(name) else None
+        flat = flat_views(local_part(value), local_part(piece.view(parameter)))
+        if length is None or flat is None:
+            return False
+        if name + CODES not in progress.after:
+            kept = {one: progress.before.get(one) for one in (name + CODES, name + SCALES)}
+            if any(one is None for one in kept.values()):
+                kept = made_for(parameter, name, length)
+            progress.after.update(kept)
+        (codes,) = flat_views(local_part(piece.view(progress.after[name + CODES]))) or (None,)
+        assert codes is not None
+        start = first_element(parameter) + piece.start
+        noise = self._engine.rounding.noise(flat[0], (piece.slot.index, name, start))
+        encode_(name, flat[0], codes, _rows_of(piece, progress.after[name + SCALES]), noise)
+        return True
 
     def _narrow(self, piece: Piece, master: Tensor, progress: _StepProgress) -> None:
         """Write the float32 master into the weight, and the remainder into the low half."""
@@ -155,6 +202,17 @@ class PieceShadows:
             (piece.slot.index, first_element(piece.slot.parameter) + piece.start),
         )
         narrow_(mode, master, high, low, self._engine.rounding, stream)
+
+
+def _rows_of(piece: Piece, scales: Tensor) -> Tensor:
+    """The scales of a slice that consists of whole rows."""
+    scales = local_part(scales)
+    elements = local_part(piece.slot.parameter).numel()
+    return scales if piece.whole else scales[piece.start * len(scales) // elements :][: _rows(piece, scales)]
+
+
+def _rows(piece: Piece, scales: Tensor) -> int:
+    return (piece.stop - piece.start) * len(scales) // local_part(piece.slot.parameter).numel()
 
 
 def _reuse(previous: Any, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.blocks import flat_views, local_part, quick_reads
 from lightning_memkit.optim.methods import SLOTS, combines_over_the_model
+from lightning_memkit.optim.quantised import plain_name, row_length
 
 # Fixed sizes, so that a slice always starts at the same element, on which the rounding noise depends.
 PIECE_ELEMENTS_CPU = 1 << 19
@@ -91,10 +92,13 @@ def is_compensated(parameter: Tensor) -> bool:
     return parameter.dtype == torch.bfloat16
 
 
-def buckets_of(optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | None) -> Iterator[list[Piece]]:
+def buckets_of(
+    optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | None, *, in_8_bits: bool = False
+) -> Iterator[list[Piece]]:
     """Slices to be stepped together: at most one of each parameter, within ``bucket_bytes`` unless it is the only one.
 
-    Optimizers that are known to combine values over the whole model get all of it in one bucket.
+    Optimizers that are known to combine values over the whole model get all of it in one bucket. Where states are, or
+    become, 8-bit, slices are whole rows.
     """
     bucket: list[Piece] = []
     size = 0
@@ -103,6 +107,7 @@ def buckets_of(optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | No
     for slot in stepped:
         most = _piece_elements(slot.parameter.device)
         limit = BYTES_IN_FLIGHT * most if bucket_bytes is None else bucket_bytes
+        most -= most % _unit(optimizer, slot.parameter, in_8_bits)
         for piece in _pieces(slot, most, elementwise and _is_sliceable(optimizer, slot.parameter)):
             piece_bytes = BYTES_IN_FLIGHT * (piece.stop - piece.start)
             full = size + piece_bytes > limit and not whole_model
@@ -117,12 +122,18 @@ def buckets_of(optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | No
 
 def _pieces(slot: Slot, most: int, sliceable: bool) -> Iterator[Piece]:
     count = local_part(slot.parameter).numel()
-    if not sliceable or count <= most:
+    if not sliceable or not 0 < most < count:
         yield Piece(slot, 0, count, whole=True, last=True)
         return
     for start in range(0, count, most):
         stop = min(start + most, count)
         yield Piece(slot, start, stop, whole=False, last=stop == count)
+
+
+def _unit(optimizer: Optimizer, parameter: Parameter, in_8_bits: bool) -> int:
+    """What the elements of a slice are a multiple of."""
+    state = optimizer.state[parameter] if parameter in optimizer.state else {}
+    return row_length(parameter) or 1 if in_8_bits or any(plain_name(str(name)) for name in state) else 1
 
 
 def _is_sliceable(optimizer: Optimizer, parameter: Parameter) -> bool:

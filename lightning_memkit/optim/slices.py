@@ -16,6 +16,7 @@ from lightning_memkit.optim import pieces
 from lightning_memkit.optim.blocks import FIRST_ELEMENT
 from lightning_memkit.optim.group_scalars import copied
 from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.quantised import row_length
 from lightning_memkit.optim.shadow import ShadowEngine
 
 # Classes of other packages; `pieces._ELEMENTWISE` has torch's. Only exact classes count, because a subclass
@@ -63,6 +64,8 @@ def is_sliceable(optimizer: Optimizer, slot: Slot, engine: ShadowEngine) -> bool
         return False
     if engine.shadows(parameter) and _draws_noise(engine) and parameter.device.type != "cpu":
         return False  # off the CPU, noise depends on the size of a `Piece`
+    if engine.states == "8-bit" and engine.shadows(parameter) and row_length(parameter) is not None:
+        return False  # a slice has no rows, to which scales belong
     state = optimizer.state[parameter] if parameter in optimizer.state else {}
     values = [value for value in state.values() if isinstance(value, Tensor)]
     nested = any(isinstance(value, (dict, list, tuple)) for value in state.values())
@@ -81,7 +84,7 @@ def _fits(tensor: Tensor, parameter: Parameter) -> bool:
 
 
 def _draws_noise(engine: ShadowEngine) -> bool:
-    return engine.states == "compact" or engine.mode in ("kahan", "split24", "stochastic")
+    return engine.states != "exact" or engine.mode in ("kahan", "split24", "stochastic")
 
 
 class SlicedParameter:

@@ -17,7 +17,7 @@ from lightning_memkit.optim.modes import Mode, low_dtype_of
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "stored-copies", "16-true", "bf16-true"]
 
 MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "lion": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
-_STATE_BYTES = {"compact": 2, "exact": 4, "8-bit": 1}
+_STATE_BYTES = {"compact": 2, "exact": 4, "8-bit": 1, "8-bit-rows": 1 + 2 / 128}
 _WEIGHT_BYTES = {"stored-copies": 6, "16-true": 2, "bf16-true": 2}
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _ZERO, _REDUCING, _FLASH = "arXiv:1910.02054", "arXiv:2205.05198", "arXiv:2205.14135"
@@ -103,7 +103,8 @@ class Recipe:
         precision: as in Lightning's `Trainer`, or ``"stored-copies"``.
         optimizer: a key of `MOMENTS`.
         states: ``"plain"``: the weight's dtype, as in torch's optimizers; ``"compact"``: bfloat16; ``"exact"``:
-            float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for embeddings.
+            float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for embeddings;
+            ``"8-bit-rows"``: those of ``PureBF16Precision(states="8-bit")``, in rows of a multiple of 128 values.
         compensation: the compensation of bfloat16 weights; see `PureBF16Precision`.
         float32_gradients: whether gradients of 16-bit weights are accumulated in float32.
         frozen_weight_bytes: bytes of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None: a trained one's.
@@ -114,7 +115,7 @@ class Recipe:
 
     precision: Precision = "32-true"
     optimizer: str = "adamw"
-    states: Literal["plain", "compact", "exact", "8-bit"] = "plain"
+    states: Literal["plain", "compact", "exact", "8-bit", "8-bit-rows"] = "plain"
     compensation: Mode = "none"
     float32_gradients: bool = False
     frozen_weight_bytes: float | None = None
@@ -137,12 +138,11 @@ class Recipe:
                 "not: write precision='bf16-true', or compensation='none'."
             )
         if self.frozen_weight_bytes is not None and self.frozen_weight_bytes <= 0:
-            raise ValueError(
-                f"frozen_weight_bytes={self.frozen_weight_bytes} is not positive; write 0.5 for 4 bits."
-            )
+            taken = self.frozen_weight_bytes
+            raise ValueError(f"frozen_weight_bytes={taken} is not positive; write 0.5 for 4 bits.")
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of one moment of one parameter."""
         return _STATE_BYTES.get(self.states, self.gradient_dtype_bytes)
 

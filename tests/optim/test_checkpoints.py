@@ -21,8 +21,9 @@ from tests.optim.helpers import (
     two_groups,
 )
 
+pytestmark = pytest.mark.usefixtures("short_rows")
 MODES = ("kahan", "split", "split24", "stochastic", "none")
-STATES = ("compact", "exact")
+STATES = ("compact", "exact", "8-bit")
 PACKAGES = {
     "bitsandbytes.optim.AdamW8bit": {"lr": 1e-3, "min_8bit_size": 64},
     "bitsandbytes.optim.AdamW": {"lr": 1e-3},

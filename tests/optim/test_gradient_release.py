@@ -105,9 +105,17 @@ def test_bitwise_the_optimizers_own_step(name):
 
 
 @pytest.mark.parametrize("bundle_bytes", [0, 1000, 1 << 20])
-@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
-def test_bitwise_the_compensated_step(mode, bundle_bytes):
-    assert_same_bits(*trained_pair(BUILD["AdamW-single"], mode=mode, bundle_bytes=bundle_bytes, max_norm=0.5))
+@pytest.mark.parametrize(
+    ("mode", "states"),
+    [
+        *((mode, "compact") for mode in ("kahan", "split", "split24", "stochastic", "none")),
+        ("split24", "8-bit"),
+    ],
+)
+@pytest.mark.usefixtures("short_rows")
+def test_bitwise_the_compensated_step(mode, states, bundle_bytes):
+    build = BUILD["AdamW-single"]
+    assert_same_bits(*trained_pair(build, mode=mode, states=states, bundle_bytes=bundle_bytes, max_norm=0.5))
 
 
 @pytest.mark.parametrize("name", ["ScheduleFree", "Adafactor", "SGD"])

@@ -26,9 +26,12 @@ from tests.optim import test_third_party as third_party
 from tests.optim.helpers import OPTIMIZERS, SHAPES, all_tensors, set_gradients, shapes_for, two_groups
 
 BUNDLE = 6000  # bytes: the helpers' parameters make several bundles
+pytestmark = pytest.mark.usefixtures("short_rows")
+
 PLAIN: dict[str, Any] | None = None
 EXACT = {"mode": "split", "states": "exact", "bucket_bytes": 16 * 1300}
 COMPACT = {"mode": "kahan", "states": "compact"}
+EIGHT_BIT = {"mode": "split24", "states": "8-bit"}
 STOCHASTIC = {"mode": "stochastic", "states": "compact"}
 LION = {"Lion": lambda groups: lion_pytorch.Lion(groups, lr=1e-3, weight_decay=0.1)}
 COLD, WARM = 0, 2
@@ -123,7 +126,9 @@ def test_every_fault_of_a_step_leaves_no_trace(name: str, faulty_step: int) -> N
 
 
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
-@pytest.mark.parametrize("compensation", [EXACT, COMPACT, STOCHASTIC], ids=["exact", "kahan", "stochastic"])
+@pytest.mark.parametrize(
+    "compensation", [EXACT, COMPACT, STOCHASTIC, EIGHT_BIT], ids=["exact", "kahan", "stochastic", "8-bit"]
+)
 @pytest.mark.parametrize("name", ["AdamW-foreach", "SGD", "NAdam", "Lion"])
 @pytest.mark.long
 def test_every_fault_of_a_compensated_step_leaves_no_trace(

@@ -14,12 +14,13 @@ from tests.optim.test_offload import build, on_cpu, set_gradients, two_groups
 from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
-pytestmark = NEEDS_COMPILER
+pytestmark = [NEEDS_COMPILER, pytest.mark.usefixtures("short_rows")]
 
 BUNDLE = 6000
 PLAIN = None
 EXACT = {"mode": "split", "states": "exact"}
 COMPACT = {"mode": "kahan", "states": "compact"}
+EIGHT_BIT = {"mode": "split24", "states": "8-bit"}
 COLD, WARM = 0, 2
 
 
@@ -47,7 +48,9 @@ def training(
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
 @pytest.mark.parametrize("offload", [False, True], ids=["at home", "offloaded"])
-@pytest.mark.parametrize("compensation", [PLAIN, EXACT, COMPACT], ids=["plain", "exact", "kahan"])
+@pytest.mark.parametrize(
+    "compensation", [PLAIN, EXACT, COMPACT, EIGHT_BIT], ids=["plain", "exact", "kahan", "8-bit"]
+)
 @pytest.mark.parametrize("name", ["AdamW-single", "AdamW-foreach"])
 def test_every_fault_of_the_allocator_leaves_no_trace(
     name: str, compensation: Any, offload: bool, faulty_step: int

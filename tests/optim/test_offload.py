@@ -25,7 +25,7 @@ from tests.optim.helpers import OPTIMIZERS, all_tensors, assert_same_bits, shape
 from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
-pytestmark = NEEDS_COMPILER
+pytestmark = [NEEDS_COMPILER, pytest.mark.usefixtures("short_rows")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,6 +52,7 @@ MORE = {
 PLAIN = None
 COMPENSATED = {"mode": "split", "states": "exact"}
 COMPACT = {"mode": "kahan", "states": "compact"}
+EIGHT_BIT = {"mode": "split24", "states": "8-bit"}
 
 
 def parameters(name="AdamW-single", dtype=torch.float32, device=FAKE):
@@ -104,7 +105,9 @@ def device_states(optimizer):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("compensation", [PLAIN, COMPENSATED, COMPACT], ids=["plain", "exact", "compact"])
+@pytest.mark.parametrize(
+    "compensation", [PLAIN, COMPENSATED, COMPACT, EIGHT_BIT], ids=["plain", "exact", "compact", "8-bit"]
+)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 def test_every_bit_is_as_without_it(name, compensation):
     with fake_device() as device:
@@ -120,7 +123,9 @@ def test_every_bit_is_as_without_it(name, compensation):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("compensation", [PLAIN, COMPENSATED, COMPACT], ids=["plain", "exact", "compact"])
+@pytest.mark.parametrize(
+    "compensation", [PLAIN, COMPENSATED, COMPACT, EIGHT_BIT], ids=["plain", "exact", "compact", "8-bit"]
+)
 @pytest.mark.parametrize("name", ["AdamW-single", "AdamW-fused", "NAdam", "ASGD", "SGD", "Muon", "Lion"])
 def test_a_run_resumes_bitwise_and_takes_no_device_memory_for_it(name, compensation):
     with fake_device() as device:

@@ -72,7 +72,8 @@ def test_compensation_that_a_step_rewrites_counts_once(mode):
 
 
 @pytest.mark.parametrize("warm_up_steps", [0, 2])
-@pytest.mark.parametrize("states", ["compact", "exact"])
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("states", ["compact", "exact", "8-bit"])
 @pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "none"])
 @pytest.mark.parametrize("name", ["AdamW-foreach", "SGD", "Adagrad", "Muon"])
 def test_a_trial_step_leaves_no_trace(name, mode, states, warm_up_steps):

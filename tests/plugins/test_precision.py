@@ -131,7 +131,8 @@ def state_of(model: pl.LightningModule) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in [*model.parameters(), *tensors]]
 
 
-@pytest.mark.parametrize("states", ["compact", "exact"])
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("states", ["compact", "exact", "8-bit"])
 @pytest.mark.parametrize("mode", MODES)
 def test_resume_from_lightnings_checkpoint_is_bitwise(mode, states, tmp_path):
     torch.manual_seed(1)

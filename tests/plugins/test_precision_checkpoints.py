@@ -146,17 +146,21 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
         assert torch.equal(value, right[name]), name
 
 
-FAST = [(name, MODES[i % 4], ("compact", "exact")[i % 3 == 0]) for i, name in enumerate(OPTIMIZERS)]
+FAST = [
+    *((name, MODES[i % 4], ("compact", "exact")[i % 3 == 0]) for i, name in enumerate(OPTIMIZERS)),
+    *((name, "split24", "8-bit") for name in OPTIMIZERS),
+]
 REST = [
     pytest.param(name, mode, states, marks=pytest.mark.slow)
     for name in OPTIMIZERS
     for mode in MODES
-    for states in ("compact", "exact")
+    for states in ("compact", "exact", "8-bit")
     if (name, mode, states) not in FAST
 ]
 
 
 @pytest.mark.parametrize(("name", "mode", "states"), [*FAST, *REST])
+@pytest.mark.usefixtures("short_rows")
 def test_resume_is_bitwise(name, mode, states, tmp_path):
     pytest.importorskip(name.partition(".")[0])
     torch.manual_seed(1)

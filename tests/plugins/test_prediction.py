@@ -120,6 +120,7 @@ OPTIONS: dict[str, Any] = {
     "kahan": lambda: {"plugins": [PureBF16Precision()]},
     "split, exact": lambda: {"plugins": [PureBF16Precision(compensation="split", states="exact")]},
     "split24": lambda: {"plugins": [PureBF16Precision(compensation="split24")]},
+    "split24, 8-bit": lambda: {"plugins": [PureBF16Precision(compensation="split24", states="8-bit")]},
     "accumulated, clipped": lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0},
     "kahan, accumulated": lambda: {"plugins": [PureBF16Precision()], "accumulate_grad_batches": 2},
     "full": lambda: {"callbacks": [ActivationCheckpointing("full")]},

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_memkit import PureBF16Precision
-from tests.plugins.two_ranks_precision import everything, fitted
+from tests.plugins.two_ranks_precision import KINDS, everything, fitted
 from tests.processes import run_on_ranks
-
-MODES = ("kahan", "split", "split24")
 
 
 @pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
@@ -49,24 +47,27 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return float((first - second).norm() / second.norm())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
-def test_the_same_gradients_give_the_same_bits(strategy, two_ranks, mode, tmp_path) -> None:
+def test_the_same_gradients_give_the_same_bits(strategy, two_ranks, kind, tmp_path) -> None:
     """Weights, low halves and moments, whether trained in one go or resumed from Lightning's checkpoint."""
-    whole = one_process(tmp_path, strategy, PureBF16Precision(mode, "exact"), prescribed=True)
+    mode, states, _ = KINDS[kind]
+    whole = one_process(tmp_path, strategy, PureBF16Precision(mode, states), prescribed=True)
+    assert any(name.endswith("_8bit") for name in whole) == (states == "8-bit")
     assert any(
         name.endswith(("low_half", "low_byte", "compensation")) and value.any()
         for name, value in whole.items()
     )
-    assert_same_bits(two_ranks[mode, True], whole)
-    assert_same_bits(two_ranks[mode, "resumed"], whole)
+    assert_same_bits(two_ranks[kind, True], whole)
+    assert_same_bits(two_ranks[kind, "resumed"], whole)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_trained_on_two_ranks_is_trained_on_one(strategy, two_ranks, mode, tmp_path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_on_two_ranks_is_trained_on_one(strategy, two_ranks, kind, tmp_path) -> None:
     """Half a batch a rank, its bfloat16 gradients averaged: rounded elsewhere than the whole batch's."""
-    whole = one_process(tmp_path, strategy, PureBF16Precision(mode), prescribed=False)
-    assert 0 < distance(two_ranks[mode, False], whole) <= 5e-3
+    mode, _, states = KINDS[kind]
+    whole = one_process(tmp_path, strategy, PureBF16Precision(mode, states), prescribed=False)
+    assert 0 < distance(two_ranks[kind, False], whole) <= 5e-3
 
 
 def test_float32_on_two_ranks_is_float32_on_one(strategy, two_ranks, tmp_path) -> None:

@@ -22,6 +22,8 @@ CASES = (
     ("split24", True),
     ("split24", False),
     ("stochastic", True),
+    ("8-bit", True),
+    ("8-bit", False),
 )
 
 
@@ -35,7 +37,9 @@ def fitted(strategy: str, mode: str, whole: bool, epochs: int, resume: Path | No
         max_epochs=epochs,
         devices=2,
         strategy=kinds[strategy],
-        plugins=[PureBF16Precision(mode)],  # pyright: ignore[reportArgumentType]
+        plugins=[
+            PureBF16Precision("split24", "8-bit") if mode == "8-bit" else PureBF16Precision(mode)  # pyright: ignore
+        ],
         default_root_dir=str(folder),
     )
     torch.manual_seed(0)

@@ -19,6 +19,13 @@ from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 
 ROWS, STEPS, RANKS = 16, 30, 2
+# The compensation, and the states of trainings by prescribed gradients and by the model's own.
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "kahan": ("kahan", "exact", "compact"),
+    "split": ("split", "exact", "compact"),
+    "split24": ("split24", "exact", "compact"),
+    "8-bit": ("split24", "8-bit", "8-bit"),
+}
 
 
 class Net(LightningModule):
@@ -138,13 +145,13 @@ def main(path: str, strategy: str) -> None:
     folder = Path(path).parent
     early = strategy != "fsdp2"
     found = {}
-    for mode in ("kahan", "split", "split24"):
+    for kind, (mode, states, own) in KINDS.items():
         for prescribed in (True, False):
-            plugin = PureBF16Precision(mode, "exact" if prescribed else "compact")
+            plugin = PureBF16Precision(mode, states if prescribed else own)
             run = fitted(strategy, plugin=plugin, prescribed=prescribed, early=early, folder=folder)
-            found[mode, prescribed] = everything(*run)
-        found[mode, "resumed"] = everything(
-            *resumed(strategy, folder, {"compensation": mode, "states": "exact"})
+            found[kind, prescribed] = everything(*run)
+        found[kind, "resumed"] = everything(
+            *resumed(strategy, folder, {"compensation": mode, "states": states})
         )
     run = fitted(strategy, plugin=None, prescribed=False, early=early, folder=folder)
     found["float32", False] = everything(*run)

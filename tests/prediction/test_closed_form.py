@@ -62,6 +62,11 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], float]] = {
         ours(compensation="split24", states="exact"),
         13,
     ),
+    "split24, 8-bit": (
+        Recipe(precision="bf16-true", compensation="split24", states="8-bit-rows"),
+        ours(compensation="split24", states="8-bit"),
+        7.03125,
+    ),
     "stochastic": (
         Recipe(precision="bf16-true", compensation="stochastic", states="compact"),
         ours(compensation="stochastic"),

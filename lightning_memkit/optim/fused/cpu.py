@@ -29,9 +29,10 @@ def step(
 
 def _packed(rule: Rule, operands: Operands, rounding: StochasticRounding) -> np.ndarray:
     """The structs `Operand` of native.cpp, one per row."""
-    packed = np.zeros((len(operands), 11), np.uint64)
+    packed = np.zeros((len(operands), 14), np.uint64)
     packed[:, :3], packed[:, 3] = operands.addresses[:, :3], operands.wide
-    packed[:, 4:6] = operands.addresses[:, 3:]
+    packed[:, 4:6], packed[:, 11:13] = operands.addresses[:, 3:5], operands.addresses[:, 5:]
+    packed[:, 13] = operands.lengths
     packed[:, 6], packed[:, 7] = operands.counts, operands.starts
     for place, name in enumerate(("weight", rule.first_name, rule.second_name), 8):
         if name:

@@ -1,4 +1,4 @@
-"""The fused steps on CUDA, in Triton: one launch for all parameters; AdamW moves 18 bytes a parameter.
+"""The fused steps on CUDA, in Triton: one launch for all parameters; AdamW moves 18 bytes a parameter, or 12.
 
 The kernels find the tensors through a table of their addresses on the device. The table is rewritten when an
 address changes, from pinned memory and without waiting for the device. Weights and states stay where they
@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.fused.operands import (
     SGD,
+    TENSORS,
     AdamW,
     Lion,
     Operand,
@@ -28,6 +29,7 @@ from lightning_memkit.optim.fused.operands import (
     first_is_stochastic,
 )
 from lightning_memkit.optim.modes import Mode, low_dtype_of
+from lightning_memkit.optim.quantised import BLOCK as SHARED
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.tensors import sent
 
@@ -64,7 +66,7 @@ def step(
 
     kernel = {AdamW: kernels.adamw, SGD: kernels.sgd, Lion: kernels.lion}[type(rule)]
     key = rounding.stream(0, "kernels")
-    for device, wide, group in _launches(Operands.of(operands)):
+    for device, wide, in_8_bits, group in _launches(Operands.of(operands)):
         with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
             table = _table(rounding, rule, mode, group)
             kernel[(table.blocks.numel(),)](
@@ -74,7 +76,7 @@ def step(
                 *numbers(rule),
                 MODE=mode,
                 WIDE_GRADIENT=wide,
-                **switches(rule, group.firsts[0] is not None),
+                **switches(rule, group.firsts[0] is not None, in_8_bits),
                 BLOCK=BLOCK,
                 num_warps=WARPS,
                 enable_fp_fusion=False,
@@ -122,9 +124,9 @@ def numbers(rule: Rule) -> tuple[float, ...]:
     return tuple(map(float, values))  # an int, such as lr=1, would compile a second kernel
 
 
-def switches(rule: Rule, has_first: bool) -> dict[str, bool]:
+def switches(rule: Rule, has_first: bool, in_8_bits: bool = False) -> dict[str, bool]:
     """The compile-time switches of the rule's kernel, apart from the mode and the gradient's dtype."""
-    chosen = {"STOCHASTIC": first_is_stochastic(rule)}
+    chosen = {"EIGHT": in_8_bits, "STOCHASTIC": in_8_bits or first_is_stochastic(rule)}
     if isinstance(rule, Lion):
         return chosen
     # Without decay the term is skipped: zero times an infinite weight would be NaN.
@@ -139,7 +141,7 @@ class _Table:
 
     def __init__(self) -> None:
         self.rows = self.blocks = torch.empty(0)
-        self._addresses = np.empty((0, 5), np.uint64)
+        self._addresses = np.empty((0, len(TENSORS)), np.uint64)
         self._counts = np.empty(0, np.uint64)
 
     def update(self, operands: Operands) -> bool:
@@ -149,19 +151,23 @@ class _Table:
         if same and np.array_equal(addresses, known):
             return False
         device, self._addresses = operands.weights[0].device, addresses
-        counts = operands.counts.astype(np.int64)
-        blocks = -(-counts // BLOCK)
+        counts, lengths = operands.counts.astype(np.int64), operands.lengths.astype(np.int64)
+        rows_of = counts // np.maximum(lengths, 1)
+        owned = np.where(lengths > 0, rows_of * -(-lengths // SHARED) * SHARED, counts)
+        blocks = -(-owned // BLOCK)
         if not same:
             self._counts = operands.counts
             of_block = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
             self.blocks = sent(torch.from_numpy(of_block), device)
-        rows = np.empty((len(counts), 9), np.int64)
-        rows[:, :5], rows[:, 5] = addresses.view(np.int64), counts
-        rows[:, 6] = 2 * (blocks.cumsum() - blocks) + (addresses % 16 == 0).all(1)
+        rows = np.empty((len(counts), 12), np.int64)
+        rows[:, :5], rows[:, 5] = addresses[:, :5].view(np.int64), counts
+        fast = (addresses[:, :5] % 16 == 0).all(1) & (lengths % SHARED == 0)
+        rows[:, 6] = 2 * (blocks.cumsum() - blocks) + fast
         rows[:, 7] = operands.indices
         rows[:, 8] = operands.starts
+        rows[:, 9:11], rows[:, 11] = addresses[:, 5:].view(np.int64), lengths
         self.rows = sent(torch.from_numpy(rows), device)
-        kept = (0, 1, 3, 4)
+        kept = (0, 1, 3, 4, 5, 6)
         return not (same and np.array_equal(addresses[:, kept], known[:, kept]))
 
 
@@ -184,13 +190,18 @@ def _table(rounding: StochasticRounding, rule: Rule, mode: Mode, operands: Opera
 def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
     """Refuse operands that would make a kernel read memory out of bounds."""
     momentum = not isinstance(rule, SGD) or rule.momentum != 0
+    in_8_bits, has_second = operand.length > 0, isinstance(rule, AdamW)
     expected: dict[str, tuple[Any, ...]] = {
         "weight": (torch.bfloat16,),
         "low": (low_dtype_of(mode),),
         "gradient": (torch.bfloat16, torch.float32),
-        "first": (torch.bfloat16 if momentum else None,),
-        "second": (torch.bfloat16 if isinstance(rule, AdamW) else None,),
+        "first": ((torch.int8 if in_8_bits else torch.bfloat16) if momentum else None,),
+        "second": ((torch.uint8 if in_8_bits else torch.bfloat16) if has_second else None,),
+        "first_scales": (torch.bfloat16 if in_8_bits else None,),
+        "second_scales": (torch.bfloat16 if in_8_bits and has_second else None,),
     }
+    rows = operand.weight.numel() // max(operand.length, 1)
+    counts: dict[str, int] = dict.fromkeys(TENSORS[5:], rows * -(-operand.length // SHARED))
     for name, dtypes in expected.items():
         tensor = getattr(operand, name)
         found = None if tensor is None else tensor.dtype
@@ -199,24 +210,27 @@ def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
                 f"{name} of parameter {operand.index} is {found}; a fused {type(rule).__name__} step in "
                 f"mode={mode!r} takes {' or '.join(map(str, dtypes))}."
             )
-        if tensor is not None and (tensor.numel() != operand.weight.numel() or not tensor.is_contiguous()):
+        count = counts.get(name, operand.weight.numel())
+        if tensor is not None and (tensor.numel() != count or not tensor.is_contiguous()):
             raise ValueError(
                 f"{name} of parameter {operand.index} has {tensor.numel()} elements and strides "
-                f"{tensor.stride()}; it must be contiguous, with {operand.weight.numel()} elements."
+                f"{tensor.stride()}; it must be contiguous, with {count} elements."
             )
 
 
-def _launches(operands: Operands) -> Iterator[tuple[int, bool, Operands]]:
-    """Yield each launch's device index, whether gradients are float32, and operands; empty ones are left out."""
+def _launches(operands: Operands) -> Iterator[tuple[int, bool, bool, Operands]]:
+    """Yield each launch's device index, whether gradients are float32 and moments 8-bit, and operands, none empty."""
     if operands.is_uniform:
-        yield _device_index(operands.weights[0]), bool(operands.wide[0]), operands
+        in_8_bits = bool(operands.lengths[0])
+        yield _device_index(operands.weights[0]), bool(operands.wide[0]), in_8_bits, operands
         return
-    launches: defaultdict[tuple[int, bool, bool], list[int]] = defaultdict(list)
+    launches: defaultdict[tuple[int, bool, bool, bool], list[int]] = defaultdict(list)
     for place, (weight, first) in enumerate(zip(operands.weights, operands.firsts, strict=True)):
         if weight.numel():
-            launches[_device_index(weight), bool(operands.wide[place]), first is not None].append(place)
-    for (device, wide, _), places in launches.items():
-        yield device, wide, operands.only(places)
+            wide, in_8_bits = bool(operands.wide[place]), bool(operands.lengths[place])
+            launches[_device_index(weight), wide, in_8_bits, first is not None].append(place)
+    for (device, wide, in_8_bits, _), places in launches.items():
+        yield device, wide, in_8_bits, operands.only(places)
 
 
 def _device_index(weight: Tensor) -> int:

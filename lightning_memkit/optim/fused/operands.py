@@ -10,10 +10,13 @@ from torch import Tensor
 from lightning_memkit.optim import native
 from lightning_memkit.optim.state_dtypes import NEAREST_UP_TO_DECAY
 
+# The tensors of an operand, in the order of the columns that kernels read.
+TENSORS = ("weight", "low", "gradient", "first", "second", "first_scales", "second_scales")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """One parameter's tensors, all of one length and order in memory, without gaps, on one device.
+    """One parameter's tensors, on one device without gaps, and all but the scales of one length and order in memory.
 
     Args:
         index: the parameter's place in its optimizer, which selects its rounding noise.
@@ -21,8 +24,11 @@ class Operand:
         low: int16 low half (split), int8 low byte (split24), bfloat16 compensation (kahan), written; None for the
             other modes.
         gradient: bfloat16 or float32, read.
-        first: bfloat16 momentum, written; None where the rule keeps none.
-        second: bfloat16 second moment, written; None where the rule keeps none.
+        first: bfloat16 momentum, or its int8 codes, written; None where the rule keeps none.
+        second: bfloat16 second moment, or its uint8 codes, written; None where the rule keeps none.
+        first_scales: bfloat16 [rows, blocks], written; None unless ``first`` holds codes.
+        second_scales: bfloat16 [rows, blocks], written; None unless ``second`` holds codes.
+        length: of a row, where moments are codes; else 0.
         start: the offset of these elements in the whole parameter, of which they may be a shard; selects the
             noise.
     """
@@ -33,6 +39,9 @@ class Operand:
     gradient: Tensor
     first: Tensor | None = None
     second: Tensor | None = None
+    first_scales: Tensor | None = None
+    second_scales: Tensor | None = None
+    length: int = 0
     start: int = 0
 
 
@@ -47,9 +56,13 @@ class Operands:
         gradients: each `Operand.gradient`.
         firsts: each `Operand.first`.
         seconds: each `Operand.second`.
+        first_scales: each `Operand.first_scales`.
+        second_scales: each `Operand.second_scales`.
+        lengths: each `Operand.length`, uint64.
         starts: each `Operand.start`, uint64.
         counts: the number of elements of each, uint64.
-        addresses: of weight, low, gradient, first and second of each, uint64 [operands, 5]; 0 for None.
+        addresses: of weight, low, gradient, first, second, and the scales of these two, uint64 [operands, 7]; 0 for
+            None.
         wide: whether each gradient is float32.
         is_uniform: all are on one device, not empty, and have the same tensors and dtypes: one launch is
             enough.
@@ -61,6 +74,9 @@ class Operands:
     gradients: list[Tensor]
     firsts: list[Tensor | None]
     seconds: list[Tensor | None]
+    first_scales: list[Tensor | None]
+    second_scales: list[Tensor | None]
+    lengths: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     addresses: np.ndarray
@@ -72,9 +88,10 @@ class Operands:
         """Arrange single operands in columns."""
         if isinstance(given, Operands):
             return given
-        fields = [(one.weight, one.low, one.gradient, one.first, one.second) for one in given]
-        weights, lows, gradients, firsts, seconds = (list(column) for column in zip(*fields, strict=True))
-        addresses = [native.address(tensor) for five in fields for tensor in five]
+        fields = [tuple(getattr(one, name) for name in TENSORS) for one in given]
+        columns = (list(column) for column in zip(*fields, strict=True))
+        weights, lows, gradients, firsts, seconds, first_scales, second_scales = columns
+        addresses = [native.address(tensor) for tensors in fields for tensor in tensors]
         return cls(
             indices=np.array([one.index for one in given], np.uint64),
             weights=weights,
@@ -82,9 +99,12 @@ class Operands:
             gradients=gradients,
             firsts=firsts,
             seconds=seconds,
+            first_scales=first_scales,
+            second_scales=second_scales,
+            lengths=np.array([one.length for one in given], np.uint64),
             starts=np.array([one.start for one in given], np.uint64),
             counts=np.array([one.weight.numel() for one in given], np.uint64),
-            addresses=np.array(addresses, np.uint64).reshape(-1, 5),
+            addresses=np.array(addresses, np.uint64).reshape(-1, len(TENSORS)),
             wide=np.array([one.gradient.dtype == torch.float32 for one in given]),
         )
 
@@ -93,14 +113,12 @@ class Operands:
 
     def __iter__(self) -> Iterator[Operand]:
         columns = (self.weights, self.lows, self.gradients, self.firsts, self.seconds)
-        for place, (weight, low, gradient, first, second) in enumerate(zip(*columns, strict=True)):
+        columns += (self.first_scales, self.second_scales)
+        for place, tensors in enumerate(zip(*columns, strict=True)):
             yield Operand(
                 index=int(self.indices[place]),
-                weight=weight,
-                low=low,
-                gradient=gradient,
-                first=first,
-                second=second,
+                **dict(zip(TENSORS, tensors, strict=True)),
+                length=int(self.lengths[place]),
                 start=int(self.starts[place]),
             )
 
@@ -114,6 +132,9 @@ class Operands:
             gradients=[self.gradients[place] for place in chosen],
             firsts=[self.firsts[place] for place in chosen],
             seconds=[self.seconds[place] for place in chosen],
+            first_scales=[self.first_scales[place] for place in chosen],
+            second_scales=[self.second_scales[place] for place in chosen],
+            lengths=self.lengths[chosen],
             starts=self.starts[chosen],
             counts=self.counts[chosen],
             addresses=self.addresses[chosen],
@@ -123,7 +144,7 @@ class Operands:
 
     def written(self) -> list[Tensor]:
         """The tensors that a step writes."""
-        columns = (self.weights, self.lows, self.firsts, self.seconds)
+        columns = (self.weights, self.lows, self.firsts, self.seconds, self.first_scales, self.second_scales)
         return [tensor for column in columns for tensor in column if tensor is not None]
 
 

@@ -13,8 +13,9 @@ from torch.nn import Parameter
 
 from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import first_element, is_sharded, local_part, quick_reads, shards
-from lightning_memkit.optim.fused.operands import Operands
+from lightning_memkit.optim.fused.operands import TENSORS, Operands
 from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.quantised import SCALES, row_length
 
 State = dict[str, Any]
 
@@ -30,6 +31,7 @@ class SeatKind(NamedTuple):
             have equal strides.
         names: the names of their states, in the rule's order.
         has_low: the last of these is the low half.
+        scales: how many of them, before the low half, are the scales of the codes before these.
     """
 
     group: int
@@ -38,6 +40,7 @@ class SeatKind(NamedTuple):
     is_contiguous: bool
     names: tuple[str, ...]
     has_low: bool
+    scales: int
 
 
 class Seat:
@@ -50,7 +53,7 @@ class Seat:
         has_low: the last of them is the low half.
     """
 
-    __slots__ = ("count", "index", "kind", "parameter", "places", "start", "states", "strides")
+    __slots__ = ("count", "index", "kind", "length", "parameter", "places", "start", "states", "strides")
 
     def __init__(
         self, slot: Slot, states: Sequence[Tensor], names: tuple[str, ...], *, has_low: bool
@@ -61,7 +64,10 @@ class Seat:
         self.parameter, self.states = ref(parameter), tuple(ref(state) for state in states)
         self.index, self.start, self.count = slot.index, first_element(parameter), local[0].numel()
         self.places, self.strides = native.addresses(local), local[0].stride()
-        self.kind = SeatKind(slot.group, parameter.device, is_sharded(parameter), contiguous, names, has_low)
+        scales = sum(name.endswith(SCALES) for name in names)
+        self.length = (row_length(parameter) or 0) if scales else 0
+        sharded = is_sharded(parameter)
+        self.kind = SeatKind(slot.group, parameter.device, sharded, contiguous, names, has_low, scales)
 
 
 class Seats:
@@ -77,15 +83,18 @@ class Seats:
         self._parameters = [seat.parameter for seat in seats]
         self._states = [list(column) for column in zip(*(seat.states for seat in seats), strict=True)]
         self._begin = [list(column) for column in zip(*(seat.places for seat in seats), strict=True)]
-        self._numbers = np.array([(seat.index, seat.start, seat.count) for seat in seats], np.uint64)
+        self._numbers = np.array(
+            [(seat.index, seat.start, seat.count, seat.length) for seat in seats], np.uint64
+        )
         self._strides = [seat.strides for seat in seats]
         self._none_is_empty = bool(self._numbers[:, 2].all())
         self._nothing = [None] * len(seats)
         # The columns are those of operands: weight, low half, gradient, first and second state. These are what is
         # kept: the weight, and its states.
-        moments = len(self.kind.names) - self.kind.has_low
-        self._columns = [0, *range(3, 3 + moments), *repeat(1, self.kind.has_low)]
-        self._addresses = np.zeros((len(seats), 5), np.uint64)
+        scales = self.kind.scales
+        moments = len(self.kind.names) - self.kind.has_low - scales
+        self._columns = [0, *range(3, 3 + moments), *range(5, 5 + scales), *repeat(1, self.kind.has_low)]
+        self._addresses = np.zeros((len(seats), len(TENSORS)), np.uint64)
         for place, column in zip(self._columns, self._begin, strict=True):
             self._addresses[:, place] = column
 
@@ -133,10 +142,10 @@ class Seats:
             return None
         addresses = self._addresses.copy()
         addresses[:, 2] = native.addresses(gradients)
-        columns: list[list[Any]] = [self._nothing] * 5
+        columns: list[list[Any]] = [self._nothing] * len(TENSORS)
         for place, column in zip(self._columns, kept, strict=True):
             columns[place] = column
-        weights, lows, _, firsts, seconds = columns
+        weights, lows, _, firsts, seconds, first_scales, second_scales = columns
         return Operands(
             indices=self._numbers[:, 0],
             weights=weights,
@@ -144,6 +153,9 @@ class Seats:
             gradients=gradients,
             firsts=firsts,
             seconds=seconds,
+            first_scales=first_scales,
+            second_scales=second_scales,
+            lengths=self._numbers[:, 3],
             starts=self._numbers[:, 1],
             counts=self._numbers[:, 2],
             addresses=addresses,

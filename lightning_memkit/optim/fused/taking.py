@@ -6,7 +6,7 @@ with other strides, classes without a recipe.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, Operands, Rule
 from lightning_memkit.optim.fused.recipes import RECIPES, Numbers, StepRecipe
 from lightning_memkit.optim.fused.seats import Seat, SeatKind, Seats, State
-from lightning_memkit.optim.modes import LOW_STATES, Mode, low_dtype_of, low_state_of
+from lightning_memkit.optim.fused.wanted import StepStorage, WantedStates, completed, may_take, wanted_states
+from lightning_memkit.optim.modes import low_state_of
 from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.quantised import CODES, SCALES
 
 _DEVICES = ("cpu", "cuda")
 _GRADIENTS = (torch.bfloat16, torch.float32)
@@ -31,26 +33,26 @@ _COUNT = "step"
 _ONE = torch.tensor(1.0)
 _MANY = 32  # counts: advancing so many in C++ is worth the wait for its compiler, once a machine
 _MOST_SEATINGS = 1024  # per optimizer; more means that they are not reused
-_memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
+_memories: "WeakKeyDictionary[Optimizer, dict[StepStorage, _Memory]]" = WeakKeyDictionary()
 
 
 def take(
-    optimizer: Optimizer, mode: Mode, ready: Sequence[Slot]
+    optimizer: Optimizer, storage: StepStorage, ready: Sequence[Slot]
 ) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
     """Split parameters into those that a fused step takes, grouped by rule, and the others.
 
-    Missing states of those taken are created (compact: bfloat16), and their step counts advance.
+    Missing states of those taken are created (bfloat16, or 8-bit), and their step counts advance.
 
     Args:
         optimizer: any.
-        mode: the compensation, which stores the bits that bfloat16 lacks.
+        storage: the compensation, which stores the bits that bfloat16 lacks, and whether moments have 8 bits.
         ready: bfloat16 parameters that have their gradients.
     """
     recipe = RECIPES.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     if not ready or recipe is None or getattr(optimizer, "grad_scale", None) is not None:
         return [], list(ready)
     with torch.no_grad():  # otherwise each DTensor's shard would add a node to the graph
-        return _Taking(optimizer, mode, recipe).take(ready)
+        return _Taking(optimizer, storage, recipe).take(ready)
 
 
 class _Seating(NamedTuple):
@@ -67,22 +69,22 @@ class _Memory:
         self.seats: dict[int, Seat] = {}
         self.seatings: dict[tuple[int, int], _Seating] = {}
         self.numbers: list[Numbers | None] = []
-        self.wanted: list[dict[str, torch.dtype] | None] = []  # as follows from the numbers
+        self.wanted: list[WantedStates | None] = []  # as follows from the numbers
 
 
 class _Taking:
     """The selection of one step."""
 
-    def __init__(self, optimizer: Optimizer, mode: Mode, recipe: StepRecipe) -> None:
+    def __init__(self, optimizer: Optimizer, storage: StepStorage, recipe: StepRecipe) -> None:
         self._optimizer, self._recipe = optimizer, recipe
-        self._low = low_state_of(mode)
-        self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
+        self._low = low_state_of(storage.mode)
+        self._memory = _memories.setdefault(optimizer, {}).setdefault(storage, _Memory())
         self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
         # The states that a parameter must have; a rule's class and whether it has momentum decide.
         if self._numbers != self._memory.numbers:
             self._memory.numbers = self._numbers
             self._memory.wanted = [
-                None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
+                None if numbers is None else wanted_states(recipe.rule(numbers, group, 1), storage)
                 for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
             ]
         self._wanted = self._memory.wanted
@@ -115,7 +117,7 @@ class _Taking:
         self._states = states
         for seats in seating.seats:
             wanted = self._wanted[seats.kind.group]
-            if wanted is None or tuple(wanted) != seats.kind.names:
+            if wanted is None or seats.kind.names not in wanted.names():
                 return None
             operands = seats.find(parameters, states)
             if operands is None:
@@ -190,33 +192,30 @@ class _Taking:
 
     def _fits(self, slot: Slot) -> bool:
         """Whether a fused step can take a parameter; missing states are no obstacle."""
-        parameter, gradient, wanted = slot.parameter, slot.parameter.grad, self._wanted[slot.group]
-        if wanted is None or gradient is None or gradient.dtype not in _GRADIENTS:
+        parameter, gradient, all_wanted = slot.parameter, slot.parameter.grad, self._wanted[slot.group]
+        if all_wanted is None or gradient is None or gradient.dtype not in _GRADIENTS:
             return False
         if parameter.device.type not in _DEVICES or parameter.dim() == 0:  # scalars keep float32 moments
             return False
         state: State = self._optimizer.state.get(parameter) or {}
-        if any(name in state and name not in wanted for name in LOW_STATES):  # saved under another mode
+        wanted = all_wanted.of(parameter)
+        if not may_take(state, wanted, parameter):
             return False
-        if not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items()):
-            return False
-        there = [state[name] for name in wanted if state.get(name) is not None]
+        there = [state[name] for name in wanted if state.get(name) is not None and not name.endswith(SCALES)]
         return flat_views(*map(local_part, (parameter, gradient, *there))) is not None
 
     def _seat(self, slot: Slot) -> Seat | None:
         """A seat for a parameter, whose missing states are created; None if a fused step can't take it."""
         if not self._fits(slot):
             return None
-        parameter, wanted = slot.parameter, self._wanted[slot.group]
-        assert wanted is not None
+        parameter, all_wanted = slot.parameter, self._wanted[slot.group]
+        assert all_wanted is not None
+        wanted = all_wanted.of(parameter)
         states = self._optimizer.state
         state: State = states.get(parameter) or {}
-        if state.get(SGD.first_name) is None:
+        if state.get(SGD.first_name) is None and state.get(SGD.first_name + CODES) is None:
             self._first.add(parameter)
-        found = {
-            name: torch.zeros_like(parameter, dtype=dtype) if state.get(name) is None else state[name]
-            for name, dtype in wanted.items()
-        }
+        found = completed(state, wanted, parameter)
         state.update(found)
         states[parameter] = state
         return Seat(slot, list(found.values()), tuple(found), has_low=self._low is not None)
@@ -229,28 +228,3 @@ def _on_the_host(state: State) -> Tensor:
         return count
     state[_COUNT] = torch.tensor(float(state.get(_COUNT, 0)))
     return state[_COUNT]
-
-
-@lru_cache(maxsize=16)
-def _wanted_states(rule: Rule, mode: Mode) -> dict[str, torch.dtype]:
-    """The state tensors that a step keeps, and their dtypes."""
-    wanted: dict[str, torch.dtype] = {}
-    if not (isinstance(rule, SGD) and rule.momentum == 0):
-        wanted[rule.first_name] = torch.bfloat16
-    if rule.second_name:
-        wanted[rule.second_name] = torch.bfloat16
-    low, dtype = low_state_of(mode), low_dtype_of(mode)
-    if low is not None and dtype is not None:
-        wanted[low] = dtype
-    return wanted
-
-
-def _fits(value: Any, dtype: torch.dtype, parameter: Tensor) -> bool:
-    if value is None:
-        return True
-    return (
-        isinstance(value, Tensor)
-        and value.dtype == dtype
-        and value.shape == parameter.shape
-        and value.device == parameter.device
-    )

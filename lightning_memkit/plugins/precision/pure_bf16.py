@@ -41,7 +41,7 @@ from lightning_memkit.utilities.patching import Undo, replace_method
 
 
 class PureBF16Precision(Precision):
-    """Weights, gradients and optimizer states in bfloat16 with no update lost: 10 bytes a parameter for AdamW.
+    """Weights, gradients and optimizer states in bfloat16 with no update lost: 10 bytes a parameter for AdamW, or 7.
 
     The module is cast in place, except for what must stay float32 (`casting.cast_module`). Float32 inputs are
     cast where a layer's weights need it; integers, float64 and targets never are. The default dtype stays
@@ -56,7 +56,9 @@ class PureBF16Precision(Precision):
             first 24 bits, rounded stochastically. ``"stochastic"`` rounds to bfloat16 stochastically, for 0 bytes.
             ``"none"`` loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
-            parameter with ``"kahan"`` or ``"split"``); ``"exact"`` keeps them in float32 (14 bytes).
+            parameter with ``"kahan"`` or ``"split"``); ``"8-bit"`` keeps them in 8 bits where rows have 32 values or
+            more (8 bytes; 7 with ``"split24"``), rounded so that updates are right in the mean; ``"exact"`` keeps them
+            in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) if an optimizer
             step has more than one micro-batch or batch, or a backward adds to gradients that were kept, and in
             bfloat16 otherwise. DDP and FSDP2 can't reduce float32 gradients of bfloat16 weights: there "auto"
@@ -66,7 +68,7 @@ class PureBF16Precision(Precision):
 
     Raises:
         ValueError: An option has an unknown value. At setup, an optimizer compares evaluations of its closure
-            (LBFGS, line searches) and ``compensation`` is not ``"split"`` or ``states`` is ``"compact"``.
+            (LBFGS, line searches) and ``compensation`` is not ``"split"`` or ``states`` is not ``"exact"``.
         TypeError: At setup, an optimizer's step evaluates its closure itself (SAM, LBFGS) and its parameters
             are sharded. In its first step, an optimizer that the Trainer doesn't know has sharded parameters.
     """

@@ -9,9 +9,20 @@ import torch
 
 from lightning_memkit.optim.fused import gpu, reference
 from lightning_memkit.optim.fused.operands import AdamW, Lion, first_is_stochastic
+from lightning_memkit.optim.quantised import BLOCK
 from lightning_memkit.optim.split import join, split
 from tests.optim.fused.kernel_runs import ADD, DEVICE, noise, numpy_may_warn, on_device, rounded_with, step
-from tests.optim.fused.rules import MODES, RULES, copied, master, operand, rounding, truth
+from tests.optim.fused.rules import (
+    MODES,
+    RULES,
+    copied,
+    in_8_bits,
+    master,
+    moment,
+    operand,
+    rounding,
+    truth,
+)
 
 pytestmark = numpy_may_warn
 
@@ -43,20 +54,78 @@ def test_a_kernel_errs_as_little_as_plain_torch(name, mode, gradient_dtype):
         wanted = rounded_with((expected - ours.weight.double()).float(), bits)
         # A float32 result that is one bit off is a rest that is off by about 2^-8 of its own distance.
         assert float((ours.low != wanted).double().mean()) < 0.05
-    for moment, exact in zip(("first", "second"), moments, strict=True):
+    for which, exact in zip(("first", "second"), moments, strict=True):
         if exact is None:
             continue
-        stored = getattr(ours, moment)
-        stochastic = moment == "second" or first_is_stochastic(rule)
+        stored = getattr(ours, which)
+        stochastic = which == "second" or first_is_stochastic(rule)
         if stochastic:  # between both neighbours, whichever the noise says
             bits = noise(rounding(), 0, 0, len(stored))
-            shared = isinstance(rule, AdamW) and moment == "first"
+            shared = isinstance(rule, AdamW) and which == "first"
             wanted = rounded_with(exact.float(), bits & 0xFFFF if shared else bits >> 16)
         else:
             wanted = exact.float().bfloat16()
         # A float32 result that is one bit off may round to the other side.
         assert float((stored != wanted).double().mean()) < 2e-3
         assert float(((stored.double() - exact).abs() / (exact.abs() + 1e-30)).max()) <= 2**-7
+
+
+@pytest.mark.parametrize(("rows", "length"), [(16, 256), (7, 128), (5, 300), (40, 32)])
+@pytest.mark.parametrize("mode", ["split24", "kahan", "none"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_kernel_over_8_bit_moments_does_what_plain_torch_does(name, mode, rows, length):
+    """Its noise is another one: scales are equal, and codes at most one apart."""
+    rule = RULES[name]
+    start = in_8_bits(rule, mode, rows, length)
+    expected, *moments = truth(rule, start)
+    ours, plain = copied(start), copied(start)
+    step(rule, mode, [ours], rounding())
+    reference.step(rule, mode, [plain], rounding())
+    assert error(master(ours), expected) <= error(master(plain), expected) + TOLERANCE[mode]
+    for which, exact in zip(("first", "second"), moments, strict=True):
+        if exact is None:
+            continue
+        of_ours, of_plain = (getattr(one, f"{which}_scales") for one in (ours, plain))
+        # A largest value that is one bit off may have the next scale.
+        assert (of_ours != of_plain).double().mean() < 0.02
+        same = (of_ours == of_plain).repeat_interleave(BLOCK, 1)[:, :length].flatten()
+        codes = [getattr(one, which).int() for one in (ours, plain)]
+        assert (codes[0] - codes[1])[same].abs().max() <= 1
+        assert 0.02 < (codes[0] != codes[1]).double().mean() < 0.6
+        errors = []
+        for one in (ours, plain):
+            wide = moment(rule, one, which)
+            assert wide is not None
+            errors.append(((wide - exact).abs() / (exact.abs() + 1e-30)).clamp(max=1).mean())
+        assert errors[0] < 1.3 * errors[1]
+
+
+def test_8_bit_operands_of_many_shapes_in_one_launch():
+    rule = RULES["adamw"]
+    shapes = [(3, 128), (16, 128), (1, 2048), (5, 33), (9, 200)]
+    starts = [in_8_bits(rule, "split24", *shape, index=place) for place, shape in enumerate(shapes)]
+    starts.append(operand(rule, "split24", 77, index=5))  # a bias among them
+    together = [on_device(copied(start)) for start in starts]
+    gpu.step(rule, "split24", together, rounding())
+    for start, ours in zip(starts, together, strict=True):
+        alone = copied(start)
+        step(rule, "split24", [alone], rounding())
+        for name in ("weight", "low", "first", "second", "first_scales", "second_scales"):
+            if getattr(alone, name) is not None:
+                assert torch.equal(getattr(ours, name).cpu(), getattr(alone, name)), name
+
+
+def test_a_block_with_a_broken_gradient_is_nan_and_no_other():
+    rule = RULES["adamw"]
+    start = in_8_bits(rule, "split24", 4, 256)
+    start.gradient[300] = torch.inf
+    step(rule, "split24", [start], rounding())
+    for name in ("first", "second"):
+        wide = moment(rule, start, name)
+        assert wide is not None
+        assert wide[256:384].isnan().all()
+        assert wide[:256].isfinite().all()
+        assert wide[384:].isfinite().all()
 
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-45, 3.4028e38, -3.3962e38, 3.3895e38, 1.0]

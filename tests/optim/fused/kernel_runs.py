@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from lightning_memkit.optim.fused import gpu
-from lightning_memkit.optim.fused.operands import SGD, Operand, Rule
+from lightning_memkit.optim.fused.operands import SGD, TENSORS, Operand, Rule
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-TENSORS = ("weight", "low", "gradient", "first", "second")
-
 # numpy, which the interpreter computes with, warns where float32 overflows or meets a NaN.
 numpy_may_warn = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule
+from lightning_memkit.optim.quantised import blocks_of, codes_dtype, decode_, encode_
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 MODES: tuple[Any, ...] = ("kahan", "split", "split24", "stochastic", "none")
@@ -76,8 +77,41 @@ def operand(
     )
 
 
+def in_8_bits(
+    rule: Rule,
+    mode: str,
+    rows: int,
+    length: int,
+    *,
+    index: int = 0,
+    gradient_dtype: torch.dtype = torch.bfloat16,
+) -> Operand:
+    """As `operand`, with the moments as codes and scales."""
+    given = operand(rule, mode, rows * length, index=index, gradient_dtype=gradient_dtype)
+    coded: dict[str, Any] = {}
+    for name, state in (("first", rule.first_name), ("second", rule.second_name)):
+        moment = getattr(given, name)
+        if moment is not None:
+            codes = torch.zeros(rows * length, dtype=codes_dtype(state))
+            scales = torch.zeros(rows, blocks_of(length), dtype=torch.bfloat16)
+            noise = torch.randint(0, 1 << 16, codes.shape, generator=torch.Generator().manual_seed(index))
+            encode_(state, moment.float(), codes, scales, noise.int())
+            coded |= {name: codes, f"{name}_scales": scales}
+    return replace(given, **coded, length=length if coded else 0)
+
+
+def moment(rule: Rule, source: Operand, name: str) -> Tensor | None:
+    """The float32 ``first`` or ``second`` of an operand."""
+    stored, scales = getattr(source, name), getattr(source, f"{name}_scales")
+    if stored is None or scales is None:
+        return None if stored is None else stored.float()
+    wide = torch.empty(len(stored))
+    decode_(getattr(rule, f"{name}_name"), stored, scales, wide)
+    return wide
+
+
 def copied(source: Operand) -> Operand:
-    names = ("weight", "low", "first", "second")
+    names = ("weight", "low", "first", "second", "first_scales", "second_scales")
     return replace(
         source,
         **{name: None if getattr(source, name) is None else getattr(source, name).clone() for name in names},
@@ -104,8 +138,8 @@ def master(source: Operand) -> Tensor:
 def truth(rule: Rule, source: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Weight, first and second moment after the step, in float64, by the formulas of the papers."""
     weight, gradient = master(source), source.gradient.double()
-    first = None if source.first is None else source.first.double()
-    second = None if source.second is None else source.second.double()
+    moments = [moment(rule, source, name) for name in ("first", "second")]
+    first, second = (None if one is None else one.double() for one in moments)
     if getattr(rule, "maximize", False):
         gradient = -gradient
     if isinstance(rule, AdamW):

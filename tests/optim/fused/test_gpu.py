@@ -50,7 +50,7 @@ def test_the_kernels_compute_what_plain_torch_computes_on_the_gpu():
     assert not failures_of_cases({})
 
 
-def ptx_of(name: str, mode: str, architecture: int, *, wide: bool = False) -> str:
+def ptx_of(name: str, mode: str, architecture: int, *, wide: bool = False, eight: bool = False) -> str:
     """PTX of the kernel of a rule, compiled as `gpu.step` launches it; ptxas accepts it, too."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -61,7 +61,7 @@ def ptx_of(name: str, mode: str, architecture: int, *, wide: bool = False) -> st
     rule = RULES[name]
     kernel = getattr(kernels, type(rule).__name__.lower())
     constants = {"MODE": mode, "WIDE_GRADIENT": wide, "BLOCK": gpu.BLOCK}
-    constants |= gpu.switches(rule, operand(rule, mode, 1).first is not None)
+    constants |= gpu.switches(rule, operand(rule, mode, 1).first is not None, eight)
     types = {"table": "*i64", "blocks": "*i32", "key_low": "i32", "key_high": "i32"}
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "fp32")
@@ -130,6 +130,20 @@ def test_a_compiled_kernel_moves_each_byte_once_and_fuses_nothing(name, mode, ar
     assert_sound(ptx, name, mode)
     if name == "adamw":
         assert wide_bytes_per_element(ptx, mode) == (16 if mode == "split24" else 18)
+
+
+@needs_triton
+@pytest.mark.usefixtures("_compiles_anew")
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.long
+def test_a_compiled_kernel_moves_moments_of_8_bits_once(name, architecture):
+    """Twelve bytes a parameter for AdamW: weight and byte, and two moments, both ways, and the gradient."""
+    ptx = ptx_of(name, "split24", architecture, eight=True)
+    vectors = re.findall(r"\b(?:ld|st)\.global(?:\.\w+)*?\.v(\d)\.b(\d+)", ptx)
+    moved = sum(int(count) * int(bits) // 8 for count, bits in vectors) * 32 * gpu.WARPS / gpu.BLOCK
+    assert moved == 2 * (2 + 1) + 2 * (2 if name == "adamw" else 1) + 2
+    assert not re.search(r"\b(?:fma|mad)\.\S*f32", ptx)
 
 
 @needs_triton

@@ -9,6 +9,7 @@ from lightning_memkit.optim import native
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import step as front_door
 from lightning_memkit.optim.fused.taking import take
+from lightning_memkit.optim.fused.wanted import StepStorage
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
 from tests.optim.helpers import bf16_twins, set_gradients, two_groups
@@ -82,7 +83,7 @@ def test_what_is_taken_over(name):
     optimizer = {**TAKEN, **LEFT}[name](two_groups(parameters))
     set_gradients(parameters, seed=0)
     ready = list(slots(optimizer))
-    taken, others = take(optimizer, "split", ready)
+    taken, others = take(optimizer, StepStorage("split"), ready)
     count = sum(len(operands) for _, operands in taken)
     assert count == (2 if name in TAKEN else 0)
     assert [slot.parameter for slot in others] == parameters[count:]
@@ -100,10 +101,10 @@ def test_states_in_another_form_are_left_to_the_shadow_step():
     first["exp_avg"] = first["exp_avg"].float()  # as from a checkpoint of float32 training
     second = optimizer.state[parameters[1]]
     second["compensation"] = second.pop("low_half").bfloat16()  # as from a checkpoint of another mode
-    _, others = take(optimizer, "split", list(slots(optimizer)))
+    _, others = take(optimizer, StepStorage("split"), list(slots(optimizer)))
     assert [slot.index for slot in others] == [0, 1]
     optimizer.step()  # carries both over
-    _, others = take(optimizer, "split", list(slots(optimizer)))
+    _, others = take(optimizer, StepStorage("split"), list(slots(optimizer)))
     assert others == []
     assert {float(optimizer.state[parameter]["step"]) for parameter in parameters[:2]} == {3.0}
 
