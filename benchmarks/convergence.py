@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.__main__ import main_of
+from benchmarks._flashoptim import FlashOptim
 from benchmarks.harness import Options, Report
 from lightning_memkit.data.sources.standard_library import StandardLibrary
 from lightning_memkit.initialization import cast_inputs, cast_module
@@ -139,11 +140,13 @@ def variants() -> dict[str, Variant]:
         "split": Variant("memkit split, compact", partial(_memkit, "split", "compact")),
         "split_exact": Variant("memkit split, exact", partial(_memkit, "split", "exact")),
         "split24": Variant("memkit split24, compact", partial(_memkit, "split24", "compact")),
+        "split24_8bit": Variant("memkit split24, 8-bit", partial(_memkit, "split24", "8-bit")),
         "stochastic": Variant("memkit stochastic, compact", partial(_memkit, "stochastic", "compact")),
         "8bit": Variant("memkit kahan over bitsandbytes 8-bit", _memkit_8bit),
         "8bit_states": Variant("bitsandbytes 8-bit states on float32", _adapted_8bit, "float32"),
         "optimi": Variant("optimi AdamW, Kahan", _optimi),
         "torchao": Variant("torchao AdamW, stochastic rounding", _torchao),
+        "flashoptim": Variant("FlashOptim's AdamW, from its paper", _flashoptim),
         "bitsandbytes": Variant("bitsandbytes AdamW8bit on bf16", _bitsandbytes),
     }
 
@@ -251,6 +254,8 @@ def float32_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     """The weights by name; with what their compensation adds where memkit trains them."""
     handle = compensation_of(optimizer)
     exact = dict(handle.float32_weights()) if handle else {}
+    if isinstance(optimizer, FlashOptim):
+        exact = {one: optimizer.float32_weight(one) for one in optimizer.state}
     return {name: exact.get(p, p.detach()).float().clone() for name, p in model.named_parameters()}
 
 
@@ -328,6 +333,10 @@ def _torchao(model: nn.Module, learning_rate: float, _: LowHalves) -> Any:
     from torchao.optim import _AdamW
 
     return _AdamW(model.parameters(), lr=learning_rate, bf16_stochastic_round=True, **HYPER)
+
+
+def _flashoptim(model: nn.Module, lr: float, low_halves: LowHalves) -> Optimizer:
+    return FlashOptim(model.parameters(), lr=lr, **HYPER)
 
 
 def _bitsandbytes(model: nn.Module, learning_rate: float, _: LowHalves) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from benchmarks.__main__ import main_of
+from benchmarks._flashoptim import FlashOptim
 from benchmarks.harness import Options, Report
 from lightning_memkit.optim.compensation import compensate, compensation_of
 
@@ -63,6 +64,7 @@ def candidates(seed: int) -> dict[str, tuple[str, Build]]:
         "plain": ("torch SGD on bf16", lambda parameters, lr: SGD(parameters, lr=lr)),
         "optimi": ("optimi SGD, Kahan", _optimi),
         "torchao": ("torchao AdamW, stochastic rounding", _torchao),
+        "flashoptim": ("FlashOptim's SGD, from its paper", _flashoptim),
     }
 
 
@@ -77,6 +79,8 @@ def final_weights(build: Build, update: float, dtype: torch.dtype) -> Tensor:
     handle = compensation_of(optimizer)
     if handle is not None:
         return next(iter(handle.float32_weights()))[1]
+    if isinstance(optimizer, FlashOptim):
+        return optimizer.float32_weight(parameter)
     rest = optimizer.state[parameter].get("kahan_comp")
     weights = parameter.detach().float()
     return weights if rest is None else weights + rest.float()
@@ -101,6 +105,10 @@ def _memkit(mode: Any, seed: int, parameters: list[Parameter], lr: float) -> Opt
     optimizer = SGD(parameters, lr=lr)
     compensate(optimizer, mode=mode, seed=seed)
     return optimizer
+
+
+def _flashoptim(parameters: list[Parameter], lr: float) -> Optimizer:
+    return FlashOptim(parameters, lr=lr, betas=None, weight_decay=0.0)
 
 
 def _optimi(parameters: list[Parameter], lr: float) -> Any:

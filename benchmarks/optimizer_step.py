@@ -52,6 +52,7 @@ FIGURES = {
     "memkit split, compact": "split",
     "memkit split, exact": "split_exact",
     "memkit split24, compact": "split24",
+    "memkit split24, 8-bit": "8bit_states",
     "memkit split over bitsandbytes AdamW 8-bit": "8bit",
     "memkit split, compact, over Adafactor": "adafactor",
     "torch Adafactor, fp32": "adafactor_torch",
@@ -87,6 +88,7 @@ def run(options: Options) -> Report:
                     f"cpu_ratio_{FIGURES[label]}_high": ratio.high,
                     f"bytes_per_param_{FIGURES[label]}": _bytes_per_parameter(optimizer),
                 }
+        figures["bytes_per_param_split24_8bit"] = figures.pop("bytes_per_param_8bit_states")
         figures |= _host_times(options, rows)
         figures |= _journaled_steps(options, rows)
     figures["parameters"] = _count(shapes)
@@ -187,6 +189,7 @@ def _candidates(notes: list[str]) -> Iterator[tuple[str, torch.dtype, Build]]:
         ("split", "compact"),
         ("split", "exact"),
         ("split24", "compact"),
+        ("split24", "8-bit"),
     ):
         yield f"memkit {mode}, {states}", low, _memkit(mode, states)
     yield "memkit split, compact, over Adafactor", low, lambda p: _split(torch.optim.Adafactor(p))
