@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from benchmarks._fault_runs import (
     Case,
+    End,
     References,
     Tally,
     added,
@@ -23,7 +24,7 @@ from benchmarks._fault_runs import (
     train,
 )
 from benchmarks._watched_ranks import HANG_SECONDS, watched
-from lightning_memkit.testing import Outcome, sweep
+from lightning_memkit.testing import Faults, Outcome, sweep
 from tests.plugins.ranks import leave
 
 
@@ -164,7 +165,7 @@ def _sweep_case(job: Job, index: int, first: int, path: Path) -> None:
 
     references = References(case, None, rank=rank, strategy=strategy)
     outcomes = sweep(
-        lambda faults: train(case, faults, rank=rank, strategy=strategy),
+        lambda faults: _trained(case, faults, rank=rank, strategy=strategy),
         armed=False, ranks=[failing], points=agreed,
     )  # fmt: skip
     for place, outcome in enumerate(outcomes, start=first):
@@ -175,6 +176,16 @@ def _sweep_case(job: Job, index: int, first: int, path: Path) -> None:
         record["operator"], record["why"] = _judged(outcome, references, failing)
         if rank == 0:
             _append(path, record)
+
+
+def _trained(case: Case, faults: Faults | None, **where: Any) -> End:
+    """A training, after which its device mesh's groups are gone: each keeps threads, and thousands follow."""
+    try:
+        return train(case, faults, **where)
+    finally:
+        for group in list(torch.distributed.distributed_c10d._world.pg_map):
+            if group is not torch.distributed.group.WORLD:
+                torch.distributed.destroy_process_group(group)
 
 
 def _judged(outcome: Outcome[Any], references: References, failing: int) -> tuple[str, str]:
