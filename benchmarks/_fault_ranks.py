@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from benchmarks._fault_runs import (
     Case,
     End,
+    Proofs,
     References,
     Tally,
     added,
@@ -163,9 +164,11 @@ def _sweep_case(job: Job, index: int, first: int, path: Path) -> None:
     def strategy() -> Any:
         return DDPStrategy() if name == "ddp" else ModelParallelStrategy(2, 1)
 
-    references = References(case, None, rank=rank, strategy=strategy)
+    # Each rank's; comparisons are collective, so that both ranks find one, or neither does.
+    proofs = Proofs()
+    references = References(case, None, rank=rank, strategy=strategy, proofs=proofs)
     outcomes = sweep(
-        lambda faults: _trained(case, faults, rank=rank, strategy=strategy),
+        lambda faults: _trained(case, faults, rank=rank, strategy=strategy, proofs=proofs),
         armed=False, ranks=[failing], points=agreed,
     )  # fmt: skip
     for place, outcome in enumerate(outcomes, start=first):
