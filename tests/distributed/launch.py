@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from tests.processes import Ran, run_on_ranks
+from tests.processes import LIMIT_SECONDS, Ran, run_on_ranks
 
 
-def two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
+def two_ranks(script: str, folder: Path, *arguments: str, limit: float = LIMIT_SECONDS) -> dict[str, Any]:
     path = folder / "found.pt"
-    done = launched(script, str(path), *arguments)
+    done = launched(script, str(path), *arguments, limit=limit)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 
 
-def launched(script: str, *arguments: str) -> Ran:
-    return run_on_ranks(f"tests.distributed.{script}", *arguments)
+def launched(script: str, *arguments: str, limit: float = LIMIT_SECONDS) -> Ran:
+    return run_on_ranks(f"tests.distributed.{script}", *arguments, limit=limit)
