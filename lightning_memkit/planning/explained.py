@@ -24,7 +24,12 @@ _RECIPES = {
     "16-bit mixed, as autocast does it": Recipe(precision="bf16-mixed"),
     "bfloat16, split, exact states": Recipe(precision="bf16-true", compensation="split", states="exact"),
     "bfloat16, Kahan, compact states": Recipe(precision="bf16-true", compensation="kahan", states="compact"),
-    "bfloat16, Kahan, 8-bit states": Recipe(precision="bf16-true", compensation="kahan", states="8-bit"),
+    "bfloat16, Kahan, AdamW8bit of bitsandbytes": Recipe(
+        precision="bf16-true", compensation="kahan", states="8-bit"
+    ),
+    "bfloat16, 24 bits, 8-bit states": Recipe(
+        precision="bf16-true", compensation="split24", states="8-bit-rows"
+    ),
 }
 _OF_FAMILY = {
     "float32": "float32",
@@ -41,8 +46,8 @@ def bytes_a_parameter() -> str:
     for name, recipe in _RECIPES.items():
         each = recipe.per_parameter
         lines.append(
-            f"{name:<48}{each.weights:>7g}{each.gradients:>11g}{each.states:>8g}{each.compensation:>14g}"
-            f"{each.total:>7g}"
+            f"{name:<48}{each.weights:>7.3g}{each.gradients:>11.3g}{each.states:>8.3g}"
+            f"{each.compensation:>14.3g}{each.total:>7.3g}"
         )
     lines.append("autocast adds 2 for each weight that it has cast, while its region lasts")
     lines.append("inference: float32 4, 16-bit mixed with stored copies 6, 16 bits 2, 8 bits 1, 4 bits 0.5")
@@ -123,7 +128,8 @@ def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -
     plugins = given.get("plugins") or []
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
         if hasattr(plugin, "compensation"):
-            return Recipe(precision="bf16-true", compensation=plugin.compensation, states=plugin.states)
+            states = "8-bit-rows" if plugin.states == "8-bit" else plugin.states
+            return Recipe(precision="bf16-true", compensation=plugin.compensation, states=states)
     precision = str(given.get("precision"))
     if precision in get_args(Precision):
         return Recipe(precision=precision)  # pyright: ignore[reportArgumentType]
