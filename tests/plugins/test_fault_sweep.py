@@ -114,7 +114,7 @@ def test_a_fault_at_any_point_leaves_no_trace(case: Case) -> None:
     assert tally.equal == tally.points == tally.total_points
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", fault_sweep.RANKS)
 def test_a_fault_on_one_of_two_ranks_leaves_no_trace_and_hangs_none(strategy: str) -> None:
     cases = [case for case in fault_sweep.rank_cases(1) if case[0] == strategy]
