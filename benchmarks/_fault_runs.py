@@ -216,10 +216,11 @@ class StepEnd(Callback):
 
 
 def _settled(faults: Faults) -> int:
-    """The bytes alive; among ranks once gloo's threads have let go of what the last collectives held."""
+    """The bytes alive; among ranks once cycles and gloo's threads have let go of what the last collectives held."""
     least = faults.live_bytes
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+        gc.collect()
         for _ in range(_LOOKS):
             time.sleep(0.005)
             least = min(least, faults.live_bytes)

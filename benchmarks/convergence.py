@@ -255,7 +255,7 @@ def float32_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     handle = compensation_of(optimizer)
     exact = dict(handle.float32_weights()) if handle else {}
     if isinstance(optimizer, FlashOptim):
-        exact = {one: optimizer.float32_weight(one) for one in optimizer.state}
+        exact = {one: optimizer.float32_weight(one) for one in model.parameters()}
     return {name: exact.get(p, p.detach()).float().clone() for name, p in model.named_parameters()}
 
 
