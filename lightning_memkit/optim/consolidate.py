@@ -137,8 +137,8 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A bfloat16 checkpoint as float32 training would have saved it: `Trainer(precision="32-true")` loads it.
 
     Weights are the float32 values that were trained, states are float32 (those of 8-bit optimizers of other libraries
-    stay as they are), and
-    the entries of memkit's precision are removed. Loops, schedulers, callbacks and hyperparameters are kept.
+    stay as they are), and the entries of memkit's precision are removed. Loops, schedulers, callbacks and
+    hyperparameters are kept.
 
     Args:
         checkpoint: what `Trainer.save_checkpoint` wrote under `PureBF16Precision`, loaded.

@@ -22,14 +22,12 @@ from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of,
 from lightning_memkit.optim.own_attributes import has_own_values
 from lightning_memkit.optim.pieces import Slot
 from lightning_memkit.optim.quantised import (
-    CODES,
-    SCALES,
     decoded_states,
     encode_,
     is_quantisable,
     is_quantised_name,
-    made_for,
     plain_name,
+    room_in,
     row_length,
 )
 from lightning_memkit.optim.shadow_options import ShadowOptions
@@ -189,18 +187,14 @@ class _Float32Form:
     def _encode(self, state: dict[str, Any], name: str) -> bool:
         """Store a state in 8 bits, if the parameter's may have them."""
         parameter, value = self.slot.parameter, state[name]
-        length = row_length(parameter) if is_quantisable(name) else None
+        length = row_length(parameter) if is_quantisable(name, state) else None
         if length is None or type(value) is not Tensor or value.shape != parameter.shape:
             return False
         flat = flat_views(value, parameter)
         if flat is None or value.dtype != torch.float32:
             return False
-        kept = {one: self._in_8_bits.get(one) for one in (name + CODES, name + SCALES)}
-        if any(one is None for one in kept.values()):
-            kept = made_for(parameter, name, length)
+        kept = room_in(self._in_8_bits, parameter, name, length)
         codes, scales = kept.values()
-        assert codes is not None
-        assert scales is not None
         (of_codes,) = flat_views(codes) or (codes,)
         stream = (self.slot.index, name, first_element(parameter))
         encode_(name, flat[0], of_codes, scales, self._engine.rounding.noise(flat[0], stream))

@@ -20,8 +20,8 @@ from lightning_memkit.optim.quantised import (
     encode_,
     is_quantisable,
     is_quantised_name,
-    made_for,
     plain_name,
+    room_in,
     row_length,
 )
 from lightning_memkit.optim.shadow_options import ShadowOptions
@@ -152,7 +152,7 @@ class PieceShadows:
         group = self._optimizer.param_groups[piece.slot.group]
         rounds = self._engine.states != "exact"
         storage = storage_of(name, value, stepped, group, shadow) if rounds else "keep"
-        if storage != "keep" and self._engine.states == "8-bit" and self._encode(name, value, piece):
+        if storage != "keep" and self._engine.states == "8-bit" and self._encode(name, stepped, piece):
             return
         if storage == "keep" and piece.whole and not self._scratch.owns(value):
             progress.after[name] = value
@@ -167,18 +167,15 @@ class PieceShadows:
         elif source.data_ptr() != target.data_ptr() or source.dtype != target.dtype:
             target.copy_(source)
 
-    def _encode(self, name: str, value: Tensor, piece: Piece) -> bool:
+    def _encode(self, name: str, stepped: Mapping[str, Any], piece: Piece) -> bool:
         """Store the moments of a slice in 8 bits, if the parameter's may have them."""
         parameter, progress = piece.slot.parameter, self._progress[piece.slot.parameter]
-        length = row_length(parameter) if is_quantisable(name) else None
-        flat = flat_views(local_part(value), local_part(piece.view(parameter)))
+        length = row_length(parameter) if is_quantisable(name, stepped) else None
+        flat = flat_views(local_part(stepped[name]), local_part(piece.view(parameter)))
         if length is None or flat is None:
             return False
         if name + CODES not in progress.after:
-            kept = {one: progress.before.get(one) for one in (name + CODES, name + SCALES)}
-            if any(one is None for one in kept.values()):
-                kept = made_for(parameter, name, length)
-            progress.after.update(kept)
+            progress.after.update(room_in(progress.before, parameter, name, length))
         (codes,) = flat_views(local_part(piece.view(progress.after[name + CODES]))) or (None,)
         assert codes is not None
         start = first_element(parameter) + piece.start

@@ -4,8 +4,8 @@ A first moment is the sign and the root of its share of the block's largest valu
 mean is exact. A second moment v is the eighth root of its share. Its noise makes the mean of ``1 / sqrt(v)``, by which
 an update is divided, too large by 3/8 of its relative variance; rounding that is unbiased in ``v ** (1/4)`` makes v
 itself as much too large as makes up for it, and rounding the code, the eighth root, comes within a fifth of that. Such
-codes also reach over ten orders of magnitude within a block, and a second moment that isn't zero never becomes zero:
-a zero under a first moment that isn't would be an update of any size.
+codes reach over nineteen orders of magnitude within a block, and a second moment that isn't zero never becomes zero: a
+zero under a first moment that isn't would be an update of any size.
 
 A block never crosses a row (an index of the first dimension), so that a rare row of an embedding has its own scales,
 and shards by rows have whole blocks. A scale stays as it is while the largest value is near it.
@@ -23,11 +23,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_memkit.optim.blocks import flat_views, is_sharded, local_part
+from lightning_memkit.optim.state_dtypes import RUNNING_MAXIMA
 
 BLOCK = 128  # values that share a scale
 SHORTEST_ROW = 32  # below it the scales cost too much, and moments stay bfloat16
-FIRST = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
+FIRST = frozenset({"exp_avg", "momentum_buffer"})
 SECOND = frozenset({"exp_avg_sq", "square_avg"})
+# States beside which a second moment keeps 16 bits. Noise would make its difference from the square of the mean
+# negative (RMSprop, centered), and only ever push its running maximum up (amsgrad).
+_COMPANIONS = frozenset({"grad_avg"}) | RUNNING_MAXIMA
 CODES, SCALES = "_8bit", "_scales"  # what follows a state's name in the optimizer's state
 
 _LEVELS_FIRST, _LEVELS_SECOND = 127.0, 255.0
@@ -41,9 +45,9 @@ def is_quantised_name(name: str) -> bool:
     return plain_name(name) is not None or (name.endswith(SCALES) and name[: -len(SCALES)] in FIRST | SECOND)
 
 
-def is_quantisable(name: str) -> bool:
-    """Whether a state of this name may have 8 bits: a running mean of gradients or of their squares."""
-    return name in FIRST | SECOND
+def is_quantisable(name: str, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state may have 8 bits: a running mean of gradients, or, by itself, of their squares."""
+    return name in FIRST or (name in SECOND and not _COMPANIONS & state.keys())
 
 
 def plain_name(name: str) -> str | None:
@@ -102,6 +106,12 @@ def made_for(parameter: Tensor, name: str, length: int) -> dict[str, Tensor]:
     return {name + CODES: codes, name + SCALES: scales}
 
 
+def room_in(state: Mapping[str, Any], parameter: Tensor, name: str, length: int) -> dict[str, Tensor]:
+    """A state's codes and scales, to be written to; made anew where it has none."""
+    kept = {one: state[one] for one in (name + CODES, name + SCALES) if one in state}
+    return kept if len(kept) == 2 else made_for(parameter, name, length)
+
+
 def encode_(name: str, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor) -> None:
     """Write moments into codes and scales, rounded stochastically; a block with infinity or NaN becomes NaN.
 
@@ -112,7 +122,9 @@ def encode_(name: str, values: Tensor, codes: Tensor, scales: Tensor, noise: Ten
         scales: bfloat16 [rows, blocks].
         noise: int32, flat, as many, from 0 to 65,535.
     """
-    length = values.numel() // max(1, len(scales))
+    if len(scales) == 0:  # a shard without rows
+        return
+    length = values.numel() // len(scales)
     shares = _by_block(values, length)
     largest, before = shares.abs().amax(1).clamp_min_(_SMALLEST_SCALE), scales.view(-1).float()
     bits = largest.view(torch.int32)
@@ -128,7 +140,9 @@ def encode_(name: str, values: Tensor, codes: Tensor, scales: Tensor, noise: Ten
 
 def decode_(name: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the float32 moments of flat codes and their scales into flat ``out``; shapes as for `encode_`."""
-    length = codes.numel() // max(1, len(scales))
+    if len(scales) == 0:
+        return
+    length = codes.numel() // len(scales)
     wide = codes.float()
     scale = scales.float().view(-1, 1)
     if name in SECOND:

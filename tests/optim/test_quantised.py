@@ -160,6 +160,29 @@ def test_the_smallest_and_the_largest_values() -> None:
     assert not back(SECOND, zero, of_it).any()
 
 
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_a_shard_without_rows(name: str) -> None:
+    codes, scales = room(name, torch.empty(0, 64))
+    encode_(name, torch.empty(0), codes, scales, noise(0))
+    decode_(name, codes, scales, torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "kept"),
+    [
+        (torch.optim.RMSprop, {"centered": True}, {"square_avg", "grad_avg"}),
+        (torch.optim.AdamW, {"amsgrad": True}, {SECOND, "max_exp_avg_sq", FIRST + CODES}),
+    ],
+)
+def test_second_moments_with_a_companion_keep_16_bits(optimizer: type, options: dict, kept: set) -> None:
+    """A difference from a mean's square may not become negative, and a maximum would follow the noise."""
+    net, stepping, _ = trained(optimizer, "split", "8-bit", **options)
+    state = stepping.state[net[0].weight]
+    assert kept <= state.keys()
+    assert SECOND + CODES not in state
+    assert "square_avg" + CODES not in state
+
+
 def test_which_parameters_have_8_bits() -> None:
     assert row_length(torch.empty(4, 32)) == 32
     assert row_length(torch.empty(4, 8, 3, 3)) == 72

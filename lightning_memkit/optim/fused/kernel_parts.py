@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from lightning_memkit.optim.quantised import BLOCK as _SHARES
+
 # Columns: addresses of weight, low, gradient, first and second; count; place (see `place`); index; start; addresses of
 # the scales of first and second; length of a row where these have 8 bits, else 0.
 COLUMNS = tl.constexpr(12)
-SHARES = tl.constexpr(128)  # values that share a scale, as in quantised.py
+SHARES = tl.constexpr(_SHARES)  # values that share a scale
 NAN = tl.constexpr(0x7FC0)  # bfloat16's canonical NaN
 # The interpreter's cast to bfloat16 truncates, and it lacks libdevice: it rounds with integers and divides
 # plainly.
