@@ -89,12 +89,13 @@ def test_ranks_train_as_one_would(mode, tmp_path):
             )
 
 
-def test_a_consolidated_checkpoint_resumes_bit_for_bit(tmp_path):
+@pytest.mark.parametrize(("mode", "states"), [("split", "compact"), ("split24", "8-bit")])
+def test_a_consolidated_checkpoint_resumes_bit_for_bit(mode, states, tmp_path):
     def work() -> tuple[Any, Any]:
         def fresh() -> tuple[nn.Sequential, Any]:
             module = network()
             sharded = zero(module)
-            compensate(sharded, mode="split")
+            compensate(sharded, mode=mode, states=states)
             return module, sharded
 
         module, sharded = fresh()
@@ -107,6 +108,13 @@ def test_a_consolidated_checkpoint_resumes_bit_for_bit(tmp_path):
         resumed, again = fresh()
         resumed.load_state_dict(module.state_dict())
         again.load_state_dict(saved)
+        named = {name for state in again.optim.state.values() for name in state}
+        if distributed.get_rank() == 1:  # it has the weight whose rows are long enough
+            assert ("exp_avg_8bit" in named) == (states == "8-bit")
+        for one, other in zip(module.parameters(), resumed.parameters(), strict=True):
+            ours, theirs = sharded.optim.state.get(one, {}), again.optim.state.get(other, {})
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         handles = compensation_of(sharded), compensation_of(again)
         full, same = (
             [value.tolist() for _, value in handle.float32_weights()] for handle in handles if handle
