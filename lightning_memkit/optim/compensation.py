@@ -19,6 +19,7 @@ from lightning_memkit.optim.comparisons import refuse_comparisons
 from lightning_memkit.optim.consolidate import float32_weight
 from lightning_memkit.optim.eager import restore_filled_states, warn_of_own_values, widen_own_buffers
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, is_bitsandbytes
+from lightning_memkit.optim.low_forms import put_low_halves
 from lightning_memkit.optim.methods import (
     COMPENSATION,
     give_step_back,
@@ -36,8 +37,6 @@ from lightning_memkit.optim.modes import (
     Mode,
     States,
     check_options,
-    low_state_of,
-    low_state_of_tensor,
 )
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.quantised import decoded_states
@@ -189,8 +188,9 @@ def compensate(
         states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"8-bit"`` keeps
             means of gradients and their squares in 8 bits where rows have 32 values or more (`optim.quantised`), and
             others as ``"compact"``; ``"exact"`` keeps every state in float32.
-        low_halves: int16 low halves of float32 weights, as `cast_module` collects them, or those of another
-            optimizer over the same parameters (`shared_low_halves`), which then are shared.
+        low_halves: int16 low halves of float32 weights, as `cast_module` collects them, which are rounded to
+            the mode's form; or those of another optimizer over the same parameters (`shared_low_halves`),
+            which then are shared.
         seed: seeds stochastic rounding, which leaves torch's random state alone.
         bucket_bytes: float32 temporaries of a step, by default 8 MiB on a CPU and 256 MiB elsewhere. Optimizers
             that are known to treat every element alike (AdamW and most of torch.optim) step larger parameters
@@ -237,11 +237,7 @@ def compensate(
         if not known:
             warn_of_own_values(optimizer)
     optimizer.__dict__[COMPENSATION] = compensation
-    if low_state_of(mode) is not None:
-        for slot in slots(optimizer):
-            low = (low_halves or {}).get(slot.parameter)
-            if low is not None and is_compensated(slot.parameter):
-                optimizer.state[slot.parameter][low_state_of_tensor(low)] = low.to(slot.parameter.device)
+    put_low_halves(optimizer, engine, low_halves or {})
     _mend_loading(optimizer)
     return compensation
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.compensation import Compensation
-from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of, low_state_of_tensor, narrow_
+from lightning_memkit.optim.low_forms import put_low_halves
+from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
 
 
@@ -36,29 +35,17 @@ def shared_low_halves(compensations: Iterable[Compensation]) -> dict[Parameter, 
 
 def give_low_halves(compensation: Compensation, low_halves: Mapping[Parameter, Tensor]) -> None:
     """Replace the low halves of a compensated optimizer by these; weights that have none here keep theirs."""
-    if low_state_of(compensation.mode) is None:
-        return
-    for slot in slots(compensation.optimizer):
-        low = low_halves.get(slot.parameter)
-        if low is not None and is_compensated(slot.parameter):
-            state = compensation.optimizer.state[slot.parameter]
-            for name in LOW_STATES:
-                state.pop(name, None)
-            state[low_state_of_tensor(low)] = low.to(slot.parameter.device)
+    put_low_halves(compensation.optimizer, compensation.engine, low_halves)
 
 
-@torch.no_grad()
 def _complete(compensation: Compensation, name: str) -> None:
-    rounding = compensation.engine.rounding
+    """Give every weight that is stepped a low half of the mode's form."""
+    missing: dict[Parameter, Tensor] = {}
     for slot in slots(compensation.optimizer):
         parameter, state = slot.parameter, compensation.optimizer.state.get(slot.parameter, {})
-        if name in state or not is_compensated(parameter):
-            continue
-        low = torch.zeros_like(parameter.detach(), dtype=low_dtype_of(compensation.mode))
-        if any(other in state for other in LOW_STATES):
-            parts = (local_part(float32_weight(parameter, state)), local_part(parameter), local_part(low))
-            narrow_(compensation.mode, *parts, rounding, (slot.index, first_element(parameter)))
-        for other in LOW_STATES:
-            state.pop(other, None)
-        compensation.optimizer.state[parameter][name] = low
-    rounding.end_step()
+        if name not in state and is_compensated(parameter):
+            low = next((state[other] for other in LOW_STATES if other in state), None)
+            if low is None:
+                low = torch.zeros_like(parameter.detach(), dtype=low_dtype_of(compensation.mode))
+            missing[parameter] = low
+    put_low_halves(compensation.optimizer, compensation.engine, missing)

@@ -105,7 +105,7 @@ def buckets_of(
     elementwise = type(optimizer) in _ELEMENTWISE
     whole_model = combines_over_the_model(optimizer)
     for slot in stepped:
-        most = _piece_elements(slot.parameter.device)
+        most = piece_elements(slot.parameter.device)
         limit = BYTES_IN_FLIGHT * most if bucket_bytes is None else bucket_bytes
         most -= most % _unit(optimizer, slot.parameter, in_8_bits)
         for piece in _pieces(slot, most, elementwise and _is_sliceable(optimizer, slot.parameter)):
@@ -145,7 +145,8 @@ def _is_sliceable(optimizer: Optimizer, parameter: Parameter) -> bool:
     return all(t is not None and not hasattr(t, "to_local") and t.is_contiguous() for t in tensors)
 
 
-def _piece_elements(device: torch.device) -> int:
+def piece_elements(device: torch.device) -> int:
+    """The most elements of a slice on a device."""
     return PIECE_ELEMENTS_CPU if device.type == "cpu" else PIECE_ELEMENTS_ACCELERATOR
 
 

@@ -15,7 +15,7 @@ FlashOptim has 8-bit moments with fused steps, too (github.com/databricks/flasho
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,8 @@ CODES, SCALES = "_8bit", "_scales"  # what follows a state's name in the optimiz
 _LEVELS_FIRST, _LEVELS_SECOND = 127.0, 255.0
 _STAYS = 0.875  # a scale is kept down to this share of it: a new one rounds the whole block once more
 _SMALLEST_SCALE = 2.0**-126  # its inverse is finite
+# Values whose float32 temporaries, some five of them, are alive at once; a row at least.
+_AT_ONCE_CPU, _AT_ONCE_ACCELERATOR = 1 << 16, 1 << 22
 _LARGEST_BITS, _INFINITE_BITS = 0x7F7F0000, 0x7F800000
 
 
@@ -122,8 +124,11 @@ def encode_(name: str, values: Tensor, codes: Tensor, scales: Tensor, noise: Ten
         scales: bfloat16 [rows, blocks].
         noise: int32, flat, as many, from 0 to 65,535.
     """
-    if len(scales) == 0:  # a shard without rows
-        return
+    for rows, of_scales in _runs(values, scales):
+        _encode_rows(name, values[rows], codes[rows], of_scales, noise[rows])
+
+
+def _encode_rows(name: str, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor) -> None:
     length = values.numel() // len(scales)
     shares = _by_block(values, length)
     largest, before = shares.abs().amax(1).clamp_min_(_SMALLEST_SCALE), scales.view(-1).float()
@@ -140,8 +145,11 @@ def encode_(name: str, values: Tensor, codes: Tensor, scales: Tensor, noise: Ten
 
 def decode_(name: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the float32 moments of flat codes and their scales into flat ``out``; shapes as for `encode_`."""
-    if len(scales) == 0:
-        return
+    for rows, of_scales in _runs(codes, scales):
+        _decode_rows(name, codes[rows], of_scales, out[rows])
+
+
+def _decode_rows(name: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     length = codes.numel() // len(scales)
     wide = codes.float()
     scale = scales.float().view(-1, 1)
@@ -191,6 +199,15 @@ def _second_codes(shares: Tensor, below: Tensor) -> Tensor:
     roots = shares.sqrt().sqrt_().sqrt_() * _LEVELS_SECOND
     code = (roots + below).floor_().clamp_(max=_LEVELS_SECOND)
     return torch.maximum(code, (shares > 0).float()).nan_to_num_(0.0).to(torch.uint8)
+
+
+def _runs(values: Tensor, scales: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows that are coded at once, as a slice of flat values, and their scales; none of a shard without rows."""
+    length = values.numel() // max(1, len(scales))
+    most = max(1, (_AT_ONCE_CPU if values.is_cpu else _AT_ONCE_ACCELERATOR) // max(1, length))
+    for start in range(0, len(scales), most):
+        of_scales = scales[start : start + most]
+        yield slice(start * length, (start + len(of_scales)) * length), of_scales
 
 
 def _by_block(values: Tensor, length: int) -> Tensor:

@@ -124,7 +124,7 @@ class SlicedParameter:
         self._runs = _Runs(
             parameter.numel(),
             # The engine slices its shadows, too.
-            at_once=pieces._piece_elements(parameter.device) if engine.shadows(parameter) else None,
+            at_once=pieces.piece_elements(parameter.device) if engine.shadows(parameter) else None,
             # Fused kernels give threads whole vectors; off the CPU every element is computed alone.
             by_threads=on_cpu and not optimizer.param_groups[slot.group].get("fused"),
         )

@@ -166,7 +166,8 @@ def test_kahan_keeps_sixteen_bits():
     plain = consolidate_checkpoint(checkpoint_of(model, optimizers))
     for name in (*TIED, "middle.weight"):
         wide, master = plain["state_dict"][name], truth.state_dict()[name]
-        assert ((wide - master).abs() <= 2**-16 * master.abs()).all()
+        # Rounded twice: where the low halves of float32 were taken, and by the step.
+        assert ((wide - master).abs() <= 2 * 2**-16 * master.abs()).all()
         assert not torch.equal(wide, wide.to(BF16).float())
 
 

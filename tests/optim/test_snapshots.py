@@ -53,12 +53,14 @@ def test_new_states_may_stay_until_they_are_forgotten():
 
 @pytest.mark.parametrize("mode", ["kahan", "split", "split24"])
 def test_compensation_that_a_step_rewrites_counts_once(mode):
-    """Captured low halves become Kahan's rest, or a byte, in the first step: one of the two is held, not both."""
+    """Low halves of another mode's checkpoint become Kahan's rest, or a byte, in a step: one of the two is held."""
     module = torch.nn.Linear(64, 64)
     low: dict[torch.nn.Parameter, torch.Tensor] = {}
     cast_module(module, torch.bfloat16, low_halves=low)
     optimizer = torch.optim.AdamW(module.parameters())
-    owner = compensate(optimizer, mode=mode, low_halves=low)
+    owner = compensate(optimizer, mode=mode)
+    for parameter, half in low.items():
+        optimizer.state[parameter]["low_half"] = half
     known, snapshot = known_states(optimizer), owner.snapshot()
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -116,17 +116,16 @@ def test_updates_far_below_the_last_bit_add_up(update, available, monkeypatch):
     assert expected > 20 * deviation
 
 
-def test_a_float32_master_becomes_24_bits_in_the_first_step():
-    """Low halves that a cast has captured hold 16 bits more; the first step rounds them."""
+def test_a_float32_master_becomes_24_bits_where_it_is_compensated():
+    """Low halves that a cast has captured hold 8 bits more, which are rounded stochastically."""
     weight = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
     low_half = torch.full((100,), 0x1234, dtype=torch.int16)
     optimizer = torch.optim.SGD([weight], lr=0.0)
     handle = compensate(optimizer, mode="split24", low_halves={weight: low_half})
-    assert next(wide for _, wide in handle.float32_weights()).view(torch.int32).unique().tolist() == [
-        0x3F801234
-    ]
+    rounded = next(wide for _, wide in handle.float32_weights()).view(torch.int32)
+    assert rounded.unique().tolist() == [0x3F801200, 0x3F801300]
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert set(optimizer.state[weight]) & {"low_half", "compensation", LOW_BYTE} == {LOW_BYTE}
-    kept = next(wide for _, wide in handle.float32_weights()).view(torch.int32).unique().tolist()
-    assert kept == [0x3F801200, 0x3F801300]
+    kept = next(wide for _, wide in handle.float32_weights()).view(torch.int32)
+    assert torch.equal(kept, rounded)  # a step of nothing rounds nothing again

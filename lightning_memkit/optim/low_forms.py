@@ -1,0 +1,75 @@
+"""Puts low halves into an optimizer's state, in the form that its mode keeps: int16, int8 or bfloat16.
+
+Low halves are captured as int16 when float32 weights are cast, or come from an optimizer of another mode. With the
+mode's own form from the beginning, the first step is like the others: a fused kernel takes it, without float32
+temporaries.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.blocks import first_element, flat_views, local_part
+from lightning_memkit.optim.modes import (
+    LOW_STATES,
+    low_dtype_of,
+    low_state_of,
+    low_state_of_tensor,
+    narrow_,
+    widen_,
+)
+from lightning_memkit.optim.pieces import Slot, is_compensated, piece_elements, slots
+from lightning_memkit.optim.shadow_options import ShadowOptions
+
+
+@torch.no_grad()
+def put_low_halves(
+    optimizer: Optimizer, engine: ShadowOptions, low_halves: Mapping[Parameter, Tensor]
+) -> None:
+    """Replace the low halves in an optimizer's state by these; weights that have none here keep theirs.
+
+    Args:
+        optimizer: whose state they are put into; each is kept as it is if it has the form of the mode.
+        engine: its mode, and the noise by which a low half of another form is rounded.
+        low_halves: by parameter, of any form; the same tensor is kept where it is on the parameter's device.
+    """
+    if engine.mode is None or low_state_of(engine.mode) is None:
+        return
+    for slot in slots(optimizer):
+        low = low_halves.get(slot.parameter)
+        if low is None or not is_compensated(slot.parameter):
+            continue
+        state = optimizer.state[slot.parameter]
+        for name in LOW_STATES:
+            state.pop(name, None)
+        low = _formed(engine, slot, low.to(slot.parameter.device))
+        state[low_state_of_tensor(low)] = low
+    engine.rounding.end_step()
+
+
+def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
+    """A low half in the mode's form; where that keeps fewer bits, the weight is rounded as in a step."""
+    dtype = low_dtype_of(engine.mode) if engine.mode is not None else None
+    if engine.mode is None or dtype is None or low.dtype == dtype:
+        return low
+    formed = torch.empty_like(slot.parameter, dtype=dtype)
+    tensors = local_part(slot.parameter), local_part(low), local_part(formed)
+    start = first_element(slot.parameter)
+    for high, before, after in _slices(*tensors):
+        master = torch.empty_like(high, dtype=torch.float32)
+        widen_(high, before, master)
+        narrow_(engine.mode, master, high, after, engine.rounding, (slot.index, start))
+        start += high.numel()
+    return formed
+
+
+def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same slices of each tensor, so that float32 temporaries are bounded as in a step."""
+    flat = flat_views(*tensors)
+    if flat is None:
+        yield tensors
+        return
+    yield from zip(*(tensor.split(piece_elements(tensor.device)) for tensor in flat), strict=True)
