@@ -32,6 +32,7 @@ class NotedChanges:
         self._set_once = SetOnce(run, trials)
         self._once: set[_Named] = set()  # changes that a second step does not repeat, and any rows make alike
         self._always: dict[_Named, StepChange] = {}
+        self._rows: dict[_Named, int] = {}  # on how many these were judged
         self._judged: set[_Named] = set()  # changes of which it is known whether they compose
 
     def forget(self, names: frozenset[str]) -> None:
@@ -47,8 +48,9 @@ class NotedChanges:
         train mode; six more if a further step does not repeat it; none if a step changes nothing.
         """
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
-        # One or two rows can't be split into micro-batches of different size: judge again with more rows.
-        known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
+        # One row can't be split, and two not into micro-batches of different size: judge again with more rows.
+        as_now = {named for named in self._always if self._rows[named] >= min(rows, 3)}
+        known = self._once | self._judged | as_now
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
             self._trials.changing |= rollback.changed()  # before further runs restore something
@@ -67,7 +69,10 @@ class NotedChanges:
                 again = states | again
                 # A change that was judged without batch statistics keeps its verdict.
                 again = {named: change for named, change in again.items() if named not in self._judged}
-                self._always.update(again)
+                self._always = {
+                    named: one for named, one in self._always.items() if named not in unknown
+                } | again
+                self._rows.update(dict.fromkeys(again, rows))
                 self._judged |= again.keys() if rows > 2 else set()
                 self._once = (self._once | (unknown if rows > 1 else set())) - self._always.keys()
                 self._trials.watch.judged(name for _, name in self._once)
