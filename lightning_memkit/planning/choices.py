@@ -15,6 +15,7 @@ STATES, ACTIVATIONS = "states on the host", "activations on the host"
 STATES_AND_ACTIVATIONS = "states and activations on the host"
 RELEASED, EIGHT_BIT = "gradients released", "8-bit states"
 _STAGE_2, _STAGE_3, _MIXED_16 = "FSDP2 stage 2", "FSDP2 stage 3", "mixed float16"
+_SEVEN_BYTES = "bfloat16, 24 bits"
 # By choice, those that do at least as much work. An 8-bit step moves fewer bytes, but counts as heavier: its
 # rounding is not needed if everything fits without it.
 _HEAVIER = {
@@ -104,8 +105,13 @@ class Family:
         return ", ".join(self.words) or GIVEN
 
 
-def precisions(device: Device | None) -> tuple[Choice, ...]:
-    """Choices from the user's default downwards; without bfloat16, mixed precision is in float16."""
+def precisions(device: Device | None, *, states_open: bool = False) -> tuple[Choice, ...]:
+    """Choices from the user's default downwards; without bfloat16, mixed precision is in float16.
+
+    Args:
+        device: which will train; None for the CPU.
+        states_open: whether the optimizer's states may take 8 bits.
+    """
     full = Choice(column="precision", name="float32", arguments={"precision": "32-true"})
     if device is not None and not device.has_bfloat16:
         mixed = Choice(
@@ -140,6 +146,20 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
             plugins=(
                 PluginSpec(name="PureBF16Precision", options={"compensation": "kahan", "states": "compact"}),
             ),
+        ),
+        *((seven_bytes(),) if states_open else ()),
+    )
+
+
+def seven_bytes() -> Choice:
+    """The precision that takes least: seven bytes a parameter, of which states have two."""
+    return Choice(
+        column="precision",
+        name=_SEVEN_BYTES,
+        words="bfloat16 with 24 bits and 8-bit states",
+        changes="bfloat16 arithmetic and gradients, states in 8 bits",
+        plugins=(
+            PluginSpec(name="PureBF16Precision", options={"compensation": "split24", "states": "8-bit"}),
         ),
     )
 
@@ -225,6 +245,8 @@ def refusal(family: Family) -> str:
         return "float16's scaler looks for overflows in all gradients before the step"
     if shards and family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
         return "states of sharded parameters can't be offloaded here"
+    if family["precision"].name == _SEVEN_BYTES and family["states"].name == EIGHT_BIT:
+        return "its precision keeps states in 8 bits already"
     if shards and family["states"].name == EIGHT_BIT:
         return "bitsandbytes steps whole tensors, and FSDP2 shards them"
     return ""

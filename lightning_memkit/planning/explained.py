@@ -37,6 +37,7 @@ _OF_FAMILY = {
     "mixed float16": "16-bit mixed, as autocast does it",
     "bfloat16, exact sums": "bfloat16, split, exact states",
     "bfloat16, Kahan": "bfloat16, Kahan, compact states",
+    "bfloat16, 24 bits": "bfloat16, 24 bits, 8-bit states",
 }
 
 

@@ -9,9 +9,10 @@ import yaml
 from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_memkit import ActivationCheckpointing, Budget, PureBF16Precision, plan
+from lightning_memkit import ActivationCheckpointing, Budget, plan
 from lightning_memkit.cli import main
-from lightning_memkit.planning.eight_bit import eight_bit_of, with_8_bit_states
+from lightning_memkit.planning.choices import families, optimizer_states, refusal, seven_bytes
+from lightning_memkit.planning.eight_bit import EightBit, eight_bit_of, with_8_bit_states
 from lightning_memkit.utilities.errors import PlanError
 from tests.plugins.test_planning import config
 from tests.plugins.test_prediction import Language, batch
@@ -25,7 +26,8 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 
 LEAST = Budget("64MiB", "cpu", "memory")
-FULL = {"plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")]}
+SEVEN = "bfloat16, 24 bits"
+FULL = {"precision": "32-true", "callbacks": [ActivationCheckpointing("full")]}
 
 
 def weight() -> list[torch.nn.Parameter]:
@@ -81,6 +83,52 @@ def test_where_nothing_fits_it_says_what_8_bits_would_take():
         found.trainer_kwargs()
     other = plan(lambda: Language(RMSprop), batch(2, 32), Budget("100KiB", "cpu"), trainer=FULL)
     assert other.hint == ""
+
+
+@pytest.mark.long
+def test_a_precision_with_8_bit_states_is_planned_where_states_are_open():
+    given = {"callbacks": [ActivationCheckpointing("full")]}
+
+    def build() -> Language:
+        return Language(width=128)
+
+    closed = plan(build, batch(2, 32), LEAST, trainer=given)
+    assert not any(row.family["precision"].name == SEVEN for row in closed.rows)
+    found = plan(build, batch(2, 32), LEAST, trainer=given, optimizer_states="open")
+    by_precision = {
+        row.family["precision"].name: row.prediction.anatomy.largest
+        for row in found.fitting
+        if row.prediction and row.family.optimizer is None and not row.family.is_released
+    }
+    least, kahan = by_precision[SEVEN], by_precision["bfloat16, Kahan"]
+    assert least["weights"] == kahan["weights"]
+    assert least["compensation"] == kahan["compensation"] / 2
+    assert least["optimizer_states"] == pytest.approx(kahan["optimizer_states"] / 2, rel=0.03)  # with scales
+    row = found.best
+    assert row.family["precision"].name == SEVEN
+    assert row.family.changes == "bfloat16 arithmetic and gradients, states in 8 bits"
+    assert found.config()["trainer"]["plugins"] == [
+        {
+            "class_path": "lightning_memkit.PureBF16Precision",
+            "init_args": {"compensation": "split24", "states": "8-bit"},
+        }
+    ]
+    (plugin,) = found.trainer_kwargs()["plugins"]
+    assert (plugin.compensation, plugin.states) == ("split24", "8-bit")
+
+
+@pytest.mark.long
+def test_where_nothing_fits_the_precision_with_8_bit_states_is_named_for_any_optimizer():
+    given = {"callbacks": [ActivationCheckpointing("full")]}
+    found = plan(lambda: Language(RMSprop, width=256), batch(2, 32), Budget("100KiB", "cpu"), trainer=given)
+    assert "PureBF16Precision could keep states in 8 bits" in found.hint
+    assert "bfloat16 with 24 bits and 8-bit states" in found.hint
+
+
+def test_states_are_not_quantised_twice():
+    columns = {"precision": (seven_bytes(),), "states": optimizer_states(EightBit(replaces="AdamW"))}
+    plain, twice = families(columns)
+    assert (refusal(plain), refusal(twice)) == ("", "its precision keeps states in 8 bits already")
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """Plan the training of a LightningModule: the fastest configuration whose predicted peak fits."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -63,9 +63,10 @@ def plan(
             run in chunks of its rows.
         budget: a `Budget`, or its memory.
         trainer: arguments of the `Trainer` that will train.
-        optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: also in 8 bits, by the
-            optimizer of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum).
-            Changes numbers.
+        optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: also in 8 bits, by
+            ``PureBF16Precision(compensation="split24", states="8-bit")`` where no precision was given, and by the
+            optimizer of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum). Changes
+            numbers.
 
     Returns:
         The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
@@ -124,7 +125,7 @@ def _columns(
 ) -> tuple[dict[str, tuple[Choice, ...]], dict[str, str]]:
     """The choices of each column, and why some columns have none; `ask` is given if the states are open."""
     columns = {
-        "precision": choices.precisions(device),
+        "precision": choices.precisions(device, states_open=ask is not None),
         "ranks": choices.shardings() if ranks > 1 else (Choice(column="ranks", name=""),),
         "offload": choices.offloads(device),
         "gradients": choices.releases(),
@@ -146,24 +147,33 @@ def _columns(
 
 
 def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:
-    """What 8-bit states would save in the smallest configuration, if the optimizer supports them."""
+    """What 8-bit states would save in the smallest configuration, if precision or optimizer may have them."""
     least = min((row for row in rows if row.taken_bytes), key=lambda row: row.taken_bytes, default=None)
     if least is None:
         return ""
+    for choice in _eight_bit_choices(least.family, ask):
+        family = Family(tuple(choice if one.column == choice.column else one for one in least.family.choices))
+        row = Row(family=family) if refusal(family) else problem.row(family, least.micro_batch_size)
+        if 0 < row.taken_bytes < least.taken_bytes:
+            own = choice.optimizer
+            whose = "PureBF16Precision could keep" if own is None else f"{own.replaces} could keep its"
+            return (
+                f"{whose} states in 8 bits, which changes numbers and is yours to choose; "
+                f"{row.words} takes {format_bytes(row.taken_bytes)}: "
+                'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
+            )
+    return ""
+
+
+def _eight_bit_choices(family: Family, ask: Callable[[Callback], None]) -> Iterator[Choice]:
+    """Choices with 8-bit states: the precision's, which takes least, where none was given, else the optimizer's."""
+    if family["precision"].name.startswith("bfloat16"):
+        yield choices.seven_bytes()
     try:
         instead = eight_bit_for(ask)
     except Exception:  # there is none, or the user's step fails, which the rows report
-        return ""
-    _, choice = choices.optimizer_states(instead)
-    family = Family(tuple(choice if one.column == choice.column else one for one in least.family.choices))
-    row = Row(family=family) if refusal(family) else problem.row(family, least.micro_batch_size)
-    if not 0 < row.taken_bytes < least.taken_bytes:
-        return ""
-    return (
-        f"{instead.replaces} could keep its states in 8 bits, which changes numbers and is yours to choose; "
-        f"{row.words} takes {format_bytes(row.taken_bytes)}: "
-        'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
-    )
+        return
+    yield choices.optimizer_states(instead)[1]
 
 
 def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
