@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.optim.compensation import Compensation
+from lightning_memkit.optim.low_forms import put_low_halves
 from lightning_memkit.optim.modes import low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
-from lightning_memkit.optim.split import LOW_HALF, split
+from lightning_memkit.optim.split import split
 
 
 def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) -> dict[nn.Parameter, Tensor]:
@@ -50,14 +51,15 @@ def capture_low_halves(
     for compensation in compensations:
         if low_state_of(compensation.mode) is None:
             continue
+        captured: dict[nn.Parameter, Tensor] = {}
         for slot in slots(compensation.optimizer):
             parameter, saved = slot.parameter, weights.get(names.get(slot.parameter))
             if not is_compensated(parameter) or not isinstance(saved, Tensor):
                 continue
             if _is_source_of(saved, parameter):
-                high, low = split(saved.to(parameter.device))
+                high, captured[parameter] = split(saved.to(parameter.device))
                 parameter.detach().copy_(high)  # differs from torch's cast if the float32 value was a tie
-                compensation.optimizer.state[parameter][LOW_HALF] = low
+        put_low_halves(compensation.optimizer, compensation.engine, captured)
 
 
 def _is_source_of(saved: Tensor, parameter: nn.Parameter) -> bool:
