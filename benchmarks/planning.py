@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
@@ -224,9 +225,9 @@ class LlamaRows(Llama):
         super().__init__(shape)
         self.rows = rows
 
-    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """One batch."""
-        return [ids_and_labels(self.rows)]
+        return DataLoader([ids_and_labels(self.rows)], batch_size=None)  # pyright: ignore[reportArgumentType]
 
 
 def ids_and_labels(rows: int) -> dict[str, torch.Tensor]:
