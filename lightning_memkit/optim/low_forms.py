@@ -5,7 +5,7 @@ mode's own form from the beginning, the first step is like the others: a fused k
 temporaries.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ from lightning_memkit.optim.shadow_options import ShadowOptions
 
 @torch.no_grad()
 def put_low_halves(
-    optimizer: Optimizer, engine: ShadowOptions, low_halves: Mapping[Parameter, Tensor]
+    optimizer: Optimizer,
+    engine: ShadowOptions,
+    low_halves: Mapping[Parameter, Tensor],
+    ready: Iterable[Slot] | None = None,
 ) -> None:
     """Replace the low halves in an optimizer's state by these; weights that have none here keep theirs.
 
@@ -35,10 +38,11 @@ def put_low_halves(
         optimizer: whose state they are put into; each is kept as it is if it has the form of the mode.
         engine: its mode, and the noise by which a low half of another form is rounded.
         low_halves: by parameter, of any form; the same tensor is kept where it is on the parameter's device.
+        ready: of these parameters only; None for all.
     """
     if engine.mode is None or low_state_of(engine.mode) is None:
         return
-    for slot in slots(optimizer):
+    for slot in slots(optimizer) if ready is None else ready:
         low = low_halves.get(slot.parameter)
         if low is None or not is_compensated(slot.parameter):
             continue
@@ -58,7 +62,7 @@ def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
     formed = torch.empty_like(slot.parameter, dtype=dtype)
     tensors = local_part(slot.parameter), local_part(low), local_part(formed)
     start = first_element(slot.parameter)
-    for high, before, after in _slices(*tensors):
+    for high, before, after in slices_of(*tensors):
         master = torch.empty_like(high, dtype=torch.float32)
         widen_(high, before, master)
         narrow_(engine.mode, master, high, after, engine.rounding, (slot.index, start))
@@ -66,7 +70,7 @@ def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
     return formed
 
 
-def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def slices_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same slices of each tensor, so that float32 temporaries are bounded as in a step."""
     flat = flat_views(*tensors)
     if flat is None:

@@ -5,6 +5,7 @@ parameter share one tensor, each in its own state. A step writes into it in plac
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_memkit.optim.compensation import Compensation
 from lightning_memkit.optim.low_forms import put_low_halves
 from lightning_memkit.optim.modes import LOW_STATES, low_dtype_of, low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.state_home import home_of
 
 
 def shared_low_halves(compensations: Iterable[Compensation]) -> dict[Parameter, Tensor]:
@@ -34,8 +36,17 @@ def shared_low_halves(compensations: Iterable[Compensation]) -> dict[Parameter, 
 
 
 def give_low_halves(compensation: Compensation, low_halves: Mapping[Parameter, Tensor]) -> None:
-    """Replace the low halves of a compensated optimizer by these; weights that have none here keep theirs."""
-    put_low_halves(compensation.optimizer, compensation.engine, low_halves)
+    """Replace the low halves of a compensated optimizer by these; weights that have none here keep theirs.
+
+    Where its states live in host memory (`offload_states`) so do they: a bucket at a time is on the device.
+    """
+    optimizer = compensation.optimizer
+    home, put = home_of(optimizer), partial(put_low_halves, optimizer, compensation.engine, low_halves)
+    if home is None:
+        put()
+        return
+    home.visit(optimizer, [slot for slot in slots(optimizer) if slot.parameter in low_halves], put)
+    home.settle()
 
 
 def _complete(compensation: Compensation, name: str) -> None:

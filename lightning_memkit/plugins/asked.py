@@ -11,6 +11,7 @@ A plugin that lacks an attribute is not asked. Users' own callbacks may declare 
 | `averages_after_backward` (bool) | it averages DDP's gradients itself | PureBF16Precision |
 | `chosen_for_step` | the plan by which "auto" recomputes | MemoryBudget, which corrects it by a measured peak |
 | `usable_bytes_on(device)` | a budget without its headroom | ActivationCheckpointing("auto") |
+| `on_states_offloaded()` | of a precision: called where states have come to live in host memory | OptimizerOffload |
 | `as_predicted()` | the callback to use in its place in a prediction | predictions of a run under way |
 | `without_run()` | a copy without the run's optimizers | predictions of a run under way |
 | `shards_by` | the `Sharding` of a strategy | plan, predictions, InitialWeights |

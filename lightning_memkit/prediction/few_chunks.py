@@ -1,11 +1,15 @@
-"""Run few of many equal chunks: the others take the same memory, and the same work."""
+"""Run few of many equal chunks or slices: the others take the same memory, and the same work."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
+
+from torch import Tensor
 
 from lightning_memkit.activations.chunks.axes import Ranges
 from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.optim import low_forms
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.replaced import replaced
 from lightning_memkit.prediction.work import WorkLog
@@ -34,6 +38,18 @@ def few_chunks(work: WorkLog, values: KnownValues) -> Iterator[None]:
                     work.weight = before
 
     with replaced(ChunkedCall, numbered=numbered):
+        yield
+
+
+@contextmanager
+def few_slices() -> Iterator[None]:
+    """Within the context, low halves take another form in one slice of each weight; set-up is not timed."""
+    plain = low_forms.slices_of
+
+    def first(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return islice(plain(*tensors), 1)
+
+    with replaced(low_forms, slices_of=first):
         yield
 
 

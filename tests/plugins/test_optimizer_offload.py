@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_memkit.optim import pieces
 from lightning_memkit.optim.state_home import tensors_of
 from lightning_memkit.plugins.callbacks.gradient_release import GradientRelease
 from lightning_memkit.plugins.callbacks.optimizer_offload import OptimizerOffload
@@ -247,3 +248,35 @@ def test_a_size_that_can_not_be_read_is_refused_at_construction():
 def test_repr_round_trips():
     callback = OptimizerOffload(bucket_bytes="1GiB", pin_memory=False)
     assert vars(eval(repr(callback))).items() >= {"bucket_bytes": "1GiB", "pin_memory": False}.items()
+
+
+class Early(Callback):
+    """The most bytes on the device until the fit starts, by when the optimizers exist."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def on_fit_start(self, trainer, module):
+        self.peak_bytes = self.device.peak_bytes - self.before
+
+    def setup(self, trainer, module, stage):
+        gc.collect()
+        self.device.reset_peak()
+        self.before = self.device.live_bytes
+
+
+@pytest.mark.parametrize("mode", ["kahan", "split", "split24"])
+def test_captured_low_halves_never_are_all_on_the_device(mode, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS_ACCELERATOR", 1024)
+    # Parameters stay the same objects on their way to the device, as on the way to CUDA.
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    weights = DEPTH * (WIDTH + 1) * WIDTH * 2
+    with fake_device() as device:
+        expected, _ = run(device, tmp_path, plugins=[PureBF16Precision(mode)])
+        early = Early(device)
+        trained, _ = run(device, tmp_path, early, OptimizerOffload(BUCKET), plugins=[PureBF16Precision(mode)])
+        assert early.peak_bytes <= weights + 32 * 1024  # of a slice
+        without = Early(device)
+        run(device, tmp_path, without, plugins=[PureBF16Precision(mode)])
+        assert without.peak_bytes >= weights * (1.5 if mode == "split24" else 2)
+    assert_equal(trained, expected)

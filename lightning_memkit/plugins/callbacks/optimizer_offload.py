@@ -69,6 +69,9 @@ class OptimizerOffload(LeavesRunBehind, Callback):
             offload_states(optimizer, bucket_bytes=size, pin_memory=self.pin_memory)
             for optimizer in trainer.optimizers
         ]
+        told = getattr(trainer.precision_plugin, "on_states_offloaded", None)
+        if told is not None:
+            told()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Undo here, too: Lightning calls no teardown after an error."""

@@ -18,8 +18,10 @@ from lightning_memkit.optim.compensation import (
 from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.late_steps import compensate_first_steps
 from lightning_memkit.optim.low_halves import give_low_halves, shared_low_halves
+from lightning_memkit.optim.methods import is_known_by_parameter
 from lightning_memkit.optim.modes import Mode, States, low_state_of, low_state_of_tensor
 from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.plugins.asked import says
 from lightning_memkit.plugins.precision._fit import trainer_of
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.utilities.patching import Undo
@@ -48,6 +50,8 @@ class FitOptimizers:
         self._module: nn.Module | None = None
         self._active = False
         self._counted = 0
+        self._begins = False  # a fit is being set up
+        self._waiting: dict[Optimizer, dict[nn.Parameter, Tensor]] = {}  # low halves, for states on the host
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "compensations": [], "_own": None, "_active": False}
@@ -65,10 +69,14 @@ class FitOptimizers:
     def begin(self, module: nn.Module, optimizers: list[Optimizer]) -> Undo:
         """Compensate the optimizers of a fit, and until the undo any other in its first step."""
         self._module, self._active = module, True
+        for left in self._waiting.values():  # by a fit that failed before it began
+            self.low_halves.update(left)
         # After an earlier fit, weights were rewritten.
         for compensation in _compensations_of(self._own):
             give_low_halves(compensation, self.low_halves)
+        self._begins = True
         self._take(optimizers, self.low_halves)
+        self._begins = False
         for parameter in [parameter for parameter in self.low_halves if not parameter.requires_grad]:
             del self.low_halves[parameter]  # a frozen base is large, and seldom trained later
         self._hold(_compensations_of(self._own))
@@ -138,11 +146,31 @@ class FitOptimizers:
 
     def _compensated(self, optimizer: Optimizer, low_halves: Mapping[nn.Parameter, Tensor]) -> Compensation:
         existing = compensation_of(optimizer)
+        waits = self._waits_for_home()
+        if waits and (existing is not None or is_known_by_parameter(optimizer)):
+            # An optimizer that may hold copies of its weights gives these their low halves at once.
+            mine = {slot.parameter for slot in slots(optimizer)} & low_halves.keys()
+            self._waiting[optimizer] = {parameter: low_halves[parameter] for parameter in mine}
+            low_halves = {}
         if existing is not None:
             give_low_halves(existing, low_halves)
             return existing
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         return compensate(optimizer, mode=self.mode, states=self.states, low_halves=low_halves, seed=seed)
+
+    def _waits_for_home(self) -> bool:
+        """Whether a fit is being set up whose states will be in host memory: the device may not have room for them."""
+        trainer = trainer_of(self._module) if self._module is not None else None
+        callbacks = [] if trainer is None else vars(trainer)["callbacks"]
+        return self._begins and any(says(one, "offloads_states") for one in callbacks)
+
+    def give_waiting(self) -> None:
+        """Put low halves that wait for it into states that now live in host memory."""
+        waiting, self._waiting = self._waiting, {}
+        for optimizer, low_halves in waiting.items():
+            compensation = compensation_of(optimizer)
+            if compensation is not None:
+                give_low_halves(compensation, low_halves)
 
     def _compensate_own(self, optimizer: Optimizer) -> Compensation:
         """Compensate an optimizer that the Trainer doesn't know."""

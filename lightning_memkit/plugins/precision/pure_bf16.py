@@ -191,6 +191,10 @@ class PureBF16Precision(Precision):
             self._undo.append(replace_method(strategy, "on_train_batch_start", self._before_batch))
         return model, optimizers, lr_schedulers
 
+    def on_states_offloaded(self) -> None:
+        """The optimizers' states now live in host memory: `OptimizerOffload` says so where it begins."""
+        self._optimizers.give_waiting()
+
     def _before_batch(self, strategy: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._follow()
         return plain(*args, **kwargs)
