@@ -1,6 +1,7 @@
 """Ranks tell each other on the host how a step went: one small collective, no device synchronization."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 
-from lightning_memkit.distributed.timeouts import host_group, timeout_of, waiting_for_ranks
+from lightning_memkit.distributed.timeouts import (
+    RankTimeoutError,
+    host_group,
+    timeout_of,
+    waiting_for_ranks,
+)
 from lightning_memkit.memory.meter import unmetered
 
 _GOODBYE = timedelta(seconds=5)  # the longest that an ending rank waits for its peers to notice
@@ -74,10 +80,11 @@ class Agreement:
         # All messages have the same size, because a rank that ends doesn't know at which meeting its peers
         # are.
         self._numbers = torch.zeros(self.world + counts, dtype=torch.float64)
+        self._lost = ""  # why the ranks can't agree any more
 
     def meet(self, outcome: StepOutcome = StepOutcome.DONE, counts: Sequence[float] = ()) -> Meeting:
         """Send this rank's outcome and receive the others'; `counts` are summed over the ranks."""
-        with unmetered(), waiting_for_ranks("the ranks agreed on how a step went", self.group):
+        with self._meeting("the ranks agreed on how a step went"):
             distributed.all_reduce(self._message(outcome, counts), group=self.group)
         told = self._numbers.tolist()
         outcomes, totals = told[: self.world], told[self.world :]
@@ -126,8 +133,33 @@ class Agreement:
             distributed.destroy_process_group(self.group)
         self.group = None
 
+    @contextmanager
+    def working(self, purpose: str) -> Iterator[None]:
+        """A context in which ranks work together in groups of their own.
+
+        If a peer is silent there, every later agreement fails at once, also where the error is caught as one of many
+        that a trial may raise: each would wait for as long again.
+        """
+        try:
+            with waiting_for_ranks(purpose, self.group, computes=True):
+                yield
+        except RankTimeoutError as error:
+            self._lost = str(error)
+            raise
+
+    @contextmanager
+    def _meeting(self, purpose: str) -> Iterator[None]:
+        if self._lost:
+            raise RankTimeoutError(self._lost)
+        try:
+            with unmetered(), waiting_for_ranks(purpose, self.group):
+                yield
+        except RankTimeoutError as error:
+            self._lost = str(error)
+            raise
+
     def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
-        with unmetered(), waiting_for_ranks("the ranks compared sizes", self.group):
+        with self._meeting("the ranks compared sizes"):
             numbers = torch.tensor(list(values), dtype=torch.float64)
             distributed.all_reduce(numbers, op=operation, group=self.group)
             return numbers.tolist()

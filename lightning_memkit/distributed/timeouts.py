@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 _ALMOST = 0.9  # of the timeout: a peer that began to wait a little earlier may end the wait
+_SAID = ("timed out", "timeout")  # by gloo and NCCL
 
 
 class RankTimeoutError(RuntimeError):
@@ -48,12 +49,13 @@ def give_timeout(mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def waiting_for_ranks(purpose: str, group: Any = None) -> Iterator[None]:
+def waiting_for_ranks(purpose: str, group: Any = None, *, computes: bool = False) -> Iterator[None]:
     """If a collective inside times out, raise an error that says for what the ranks waited, and how long.
 
     Args:
         purpose: what the ranks do together, to complete "while ...", such as "the ranks agreed on ...".
         group: the collective's group; None for the default one.
+        computes: other work is inside, too, which may fail after as long a time: the error has to speak of a timeout.
 
     Raises:
         RankTimeoutError: instead of the backend's error, which gives addresses but no remedy.
@@ -64,6 +66,10 @@ def waiting_for_ranks(purpose: str, group: Any = None) -> Iterator[None]:
     except RuntimeError as error:
         limit, waited = timeout_of(group), time.monotonic() - began
         if limit is None or waited < _ALMOST * limit.total_seconds():  # no timeout: a peer may be gone
+            raise
+        if isinstance(error, RankTimeoutError) or (
+            computes and not any(one in str(error).lower() for one in _SAID)
+        ):
             raise
         raise RankTimeoutError(
             f"Rank {distributed.get_rank()} waited {waited:.0f} s for another rank while {purpose}; the strategy's "

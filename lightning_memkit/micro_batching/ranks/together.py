@@ -19,6 +19,7 @@ from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenElsewhereError, ForeseenWronglyError
 
 T = TypeVar("T")
+_A_PART = "the ranks gathered weights and reduced gradients"
 
 
 class Agreeing(Ranks):
@@ -242,7 +243,7 @@ class Sharded(Agreeing):
     ) -> T:
         failure, unforeseen, results = "", None, []
         try:
-            with self._catch_up.part(counts=counts, kind=kind):
+            with self._catch_up.part(counts=counts, kind=kind), self._agreement.working(_A_PART):
                 results.append(run())
         except ForeseenWronglyError as error:
             unforeseen = error.with_traceback(None)
