@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 from weakref import ref
 
@@ -168,7 +168,7 @@ def compensate(
     *,
     mode: Mode = "kahan",
     states: States = "compact",
-    low_halves: Mapping[Parameter, Tensor] | None = None,
+    low_halves: MutableMapping[Parameter, Tensor] | None = None,
     seed: int = 0,
     bucket_bytes: int | None = None,
 ) -> Compensation:
@@ -188,9 +188,9 @@ def compensate(
         states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"8-bit"`` keeps
             means of gradients and their squares in 8 bits where rows have 32 values or more (`optim.quantised`), and
             others as ``"compact"``; ``"exact"`` keeps every state in float32.
-        low_halves: int16 low halves of float32 weights, as `cast_module` collects them, which are rounded to
-            the mode's form; or those of another optimizer over the same parameters (`shared_low_halves`),
-            which then are shared.
+        low_halves: int16 low halves of float32 weights, as `cast_module` collects them, whose place is taken
+            by what they become in the mode's form; or those of another optimizer over the same parameters
+            (`shared_low_halves`), which then are shared.
         seed: seeds stochastic rounding, which leaves torch's random state alone.
         bucket_bytes: float32 temporaries of a step, by default 8 MiB on a CPU and 256 MiB elsewhere. Optimizers
             that are known to treat every element alike (AdamW and most of torch.optim) step larger parameters
@@ -237,7 +237,7 @@ def compensate(
         if not known:
             warn_of_own_values(optimizer)
     optimizer.__dict__[COMPENSATION] = compensation
-    put_low_halves(optimizer, engine, low_halves or {})
+    put_low_halves(optimizer, engine, {} if low_halves is None else low_halves)
     _mend_loading(optimizer)
     return compensation
 

@@ -5,7 +5,7 @@ mode's own form from the beginning, the first step is like the others: a fused k
 temporaries.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from lightning_memkit.optim.shadow_options import ShadowOptions
 def put_low_halves(
     optimizer: Optimizer,
     engine: ShadowOptions,
-    low_halves: Mapping[Parameter, Tensor],
+    low_halves: MutableMapping[Parameter, Tensor],
     ready: Iterable[Slot] | None = None,
 ) -> None:
     """Replace the low halves in an optimizer's state by these; weights that have none here keep theirs.
@@ -37,20 +37,22 @@ def put_low_halves(
     Args:
         optimizer: whose state they are put into; each is kept as it is if it has the form of the mode.
         engine: its mode, and the noise by which a low half of another form is rounded.
-        low_halves: by parameter, of any form; the same tensor is kept where it is on the parameter's device.
-        ready: of these parameters only; None for all.
+        low_halves: by parameter, of any form; the same tensor is kept where it is on the parameter's device. What is
+            put takes the place of what it was made from, which need not be alive beside it.
+        ready: of these parameters only, whose low halves are taken out; None for all.
     """
     if engine.mode is None or low_state_of(engine.mode) is None:
         return
     for slot in slots(optimizer) if ready is None else ready:
-        low = low_halves.get(slot.parameter)
-        if low is None or not is_compensated(slot.parameter):
+        if slot.parameter not in low_halves or not is_compensated(slot.parameter):
             continue
         state = optimizer.state[slot.parameter]
         for name in LOW_STATES:
             state.pop(name, None)
-        low = _formed(engine, slot, low.to(slot.parameter.device))
+        low = _formed(engine, slot, low_halves.pop(slot.parameter).to(slot.parameter.device))
         state[low_state_of_tensor(low)] = low
+        if ready is None:
+            low_halves[slot.parameter] = low
     engine.rounding.end_step()
 
 

@@ -4,7 +4,7 @@ A low half belongs to its weight: together they are the float32 value that is tr
 parameter share one tensor, each in its own state. A step writes into it in place.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, MutableMapping
 from functools import partial
 
 import torch
@@ -35,17 +35,18 @@ def shared_low_halves(compensations: Iterable[Compensation]) -> dict[Parameter, 
     return found
 
 
-def give_low_halves(compensation: Compensation, low_halves: Mapping[Parameter, Tensor]) -> None:
+def give_low_halves(compensation: Compensation, low_halves: MutableMapping[Parameter, Tensor]) -> None:
     """Replace the low halves of a compensated optimizer by these; weights that have none here keep theirs.
 
-    Where its states live in host memory (`offload_states`) so do they: a bucket at a time is on the device.
+    Where its states live in host memory (`offload_states`) so do they: a bucket at a time is on the device. Elsewhere
+    they take the given ones' place in the mapping.
     """
-    optimizer = compensation.optimizer
-    home, put = home_of(optimizer), partial(put_low_halves, optimizer, compensation.engine, low_halves)
+    optimizer, engine, home = compensation.optimizer, compensation.engine, home_of(compensation.optimizer)
     if home is None:
-        put()
+        put_low_halves(optimizer, engine, low_halves)
         return
-    home.visit(optimizer, [slot for slot in slots(optimizer) if slot.parameter in low_halves], put)
+    given = [slot for slot in slots(optimizer) if slot.parameter in low_halves]
+    home.visit(optimizer, given, partial(put_low_halves, optimizer, engine, dict(low_halves)))
     home.settle()
 
 

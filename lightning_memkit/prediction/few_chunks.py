@@ -42,12 +42,12 @@ def few_chunks(work: WorkLog, values: KnownValues) -> Iterator[None]:
 
 
 @contextmanager
-def few_slices() -> Iterator[None]:
-    """Within the context, low halves take another form in one slice of each weight; set-up is not timed."""
+def few_slices(most: int) -> Iterator[None]:
+    """Within the context, low halves take another form in so many slices of each weight: all slices take the same."""
     plain = low_forms.slices_of
 
     def first(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        return islice(plain(*tensors), 1)
+        return islice(plain(*tensors), most)
 
     with replaced(low_forms, slices_of=first):
         yield

@@ -68,7 +68,8 @@ class Simulation(AnatomyMeter):
             stack.enter_context(without_kernels(self.work))
             stack.enter_context(noted_recording(self.work))
             stack.enter_context(few_chunks(self.work, self.values))
-            stack.enter_context(few_slices())
+            # Of set-up, a GPU's prediction counts what is left; see `_forget_setup`.
+            stack.enter_context(few_slices(1 if self._device is None else 0))
             stack.enter_context(casts_in_place())
             stack.enter_context(unrecognised())
             if self._device is None:

@@ -131,7 +131,7 @@ class FitOptimizers:
             for parameter in stepped & self.low_halves.keys():
                 del self.low_halves[parameter]
 
-    def _take(self, optimizers: list[Optimizer], low_halves: Mapping[nn.Parameter, Tensor]) -> None:
+    def _take(self, optimizers: list[Optimizer], low_halves: dict[nn.Parameter, Tensor]) -> None:
         assert self._module is not None
         adapt_bitsandbytes_in(self._module, optimizers)
         self.of_trainer = list(optimizers)
@@ -144,14 +144,13 @@ class FitOptimizers:
         self.low_halves.clear()
         self.low_halves.update(kept)
 
-    def _compensated(self, optimizer: Optimizer, low_halves: Mapping[nn.Parameter, Tensor]) -> Compensation:
+    def _compensated(self, optimizer: Optimizer, low_halves: dict[nn.Parameter, Tensor]) -> Compensation:
         existing = compensation_of(optimizer)
         waits = self._waits_for_home()
         if waits and (existing is not None or is_known_by_parameter(optimizer)):
             # An optimizer that may hold copies of its weights gives these their low halves at once.
             mine = {slot.parameter for slot in slots(optimizer)} & low_halves.keys()
-            self._waiting[optimizer] = {parameter: low_halves[parameter] for parameter in mine}
-            low_halves = {}
+            self._waiting[optimizer], low_halves = {one: low_halves[one] for one in mine}, {}
         if existing is not None:
             give_low_halves(existing, low_halves)
             return existing
