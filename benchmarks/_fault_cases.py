@@ -1,4 +1,4 @@
-"""What the fault sweep trains: three tiny models, six optimizers, batches of four in parts of two.
+"""What the fault sweep trains: three tiny models, seven optimizers, batches of four in parts of two.
 
 Four more models change other things in their steps than gradients: a teacher, counters, the batch, and all of these.
 Two run modules in chunks: of rows, as their loss compares the rows of the batch, and of tokens.
@@ -25,7 +25,8 @@ from lightning_memkit.data.sources.store import TokenStore
 MODELS = ("transformer", "cnn", "packed_lm")
 CHANGING = ("ema_teacher", "counters", "batch_in_place", "everything")
 IN_CHUNKS = {"contrastive": 4, "long_row": 1}  # and the rows of a micro-batch
-OPTIMIZERS = ("for_loop", "foreach", "fused", "kahan", "eight_bit", "own_buffers")
+OPTIMIZERS = ("for_loop", "foreach", "fused", "kahan", "seven_bytes", "eight_bit", "own_buffers")
+_PRECISIONS = {"kahan": {}, "seven_bytes": {"compensation": "split24", "states": "8-bit"}}
 BATCH, PART, STEPS = 4, 2, 3
 VOCABULARY, LENGTH, WIDTH = 24, 6, 16
 
@@ -347,7 +348,8 @@ def extras(model: str, optimizer: str) -> tuple[list[Callback], list[Any]]:
         ]  # one block repeats nothing: it is named
     if model == "counters":
         callbacks = [CountsBackwards()]
-    return callbacks, [PureBF16Precision()] if optimizer == "kahan" else []
+    pure = _PRECISIONS.get(optimizer)
+    return callbacks, [] if pure is None else [PureBF16Precision(**pure)]
 
 
 class CountedSampler(Sampler[int]):
