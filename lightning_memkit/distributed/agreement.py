@@ -106,6 +106,8 @@ class Agreement:
 
     def end(self) -> None:
         """Tell the peers that this rank ends; takes at most 5 s if they don't listen. Raise afterwards."""
+        if self._lost:
+            return
         try:
             with unmetered():
                 message = self._message(StepOutcome.ENDED, ())

@@ -152,7 +152,7 @@ def _by_rows(
     losses, log_totals = outputs
     terms = problem.terms
     buffers = _Buffers(problem, size * problem.vocabulary)
-    for rows in _slices(problem.tokens, size):
+    for rows in slices_of(problem.tokens, size):
         x, slope = buffers.logits(problem.hidden[rows], slice(None))
         labels = problem.labels[rows, None]
         losses[rows], log_totals[rows], totals = _to_exponentials(x, labels, terms)
@@ -180,7 +180,7 @@ def _weight_gradient_by_columns(
     buffers = _Buffers(problem, problem.tokens * columns)
     labels = problem.labels[:, None]
     factors = _factors(weights, log_totals, problem.terms)
-    for block in _slices(problem.vocabulary, columns):
+    for block in slices_of(problem.vocabulary, columns):
         x, slope = buffers.logits(problem.hidden, block)
         x.sub_(log_totals).exp_()
         # A mask instead of a list of the labels within the block, whose length would have to be read from the
@@ -291,5 +291,6 @@ def _even(total: int, most: int) -> int:
     return max(1, math.ceil(total / max(1, parts)))
 
 
-def _slices(total: int, size: int) -> Iterator[slice]:
+def slices_of(total: int, size: int) -> Iterator[slice]:
+    """Runs of so many tokens or columns, one after the other; the last may be shorter."""
     return (slice(start, min(start + size, total)) for start in range(0, total, size))

@@ -1,14 +1,15 @@
 """Loads float32 checkpoints under `PureBF16Precision` without losing a bit of a float32 weight."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memkit.optim.compensation import Compensation
-from lightning_memkit.optim.low_forms import put_low_halves
-from lightning_memkit.optim.modes import low_state_of
+from lightning_memkit.optim.low_halves import give_low_halves
+from lightning_memkit.optim.modes import LOW_STATES, low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.split import split
 
@@ -26,8 +27,13 @@ def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) ->
     own = set(module.parameters())
     taken: dict[nn.Parameter, Tensor] = {}
     for compensation in compensations:
+        state = compensation.optimizer.state
         for parameter, wide in compensation.float32_weights():
-            if parameter in own and is_compensated(parameter) and parameter not in taken:
+            if parameter not in own or not is_compensated(parameter) or parameter in taken:
+                continue
+            if any(
+                name in state.get(parameter, {}) for name in LOW_STATES
+            ):  # others wait where they were captured
                 high, taken[parameter] = split(wide)
                 parameter.detach().copy_(high)
     return taken
@@ -48,18 +54,17 @@ def capture_low_halves(
     """
     weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for compensation in compensations:
-        if low_state_of(compensation.mode) is None:
+    takers = [one for one in compensations if low_state_of(one.mode) is not None]
+    captured: dict[nn.Parameter, Tensor] = {}
+    for slot in chain.from_iterable(slots(one.optimizer) for one in takers):
+        parameter, saved = slot.parameter, weights.get(names.get(slot.parameter))
+        if parameter in captured or not is_compensated(parameter) or not isinstance(saved, Tensor):
             continue
-        captured: dict[nn.Parameter, Tensor] = {}
-        for slot in slots(compensation.optimizer):
-            parameter, saved = slot.parameter, weights.get(names.get(slot.parameter))
-            if not is_compensated(parameter) or not isinstance(saved, Tensor):
-                continue
-            if _is_source_of(saved, parameter):
-                high, captured[parameter] = split(saved.to(parameter.device))
-                parameter.detach().copy_(high)  # differs from torch's cast if the float32 value was a tie
-        put_low_halves(compensation.optimizer, compensation.engine, captured)
+        if _is_source_of(saved, parameter):
+            high, captured[parameter] = split(saved.to(parameter.device))
+            parameter.detach().copy_(high)  # differs from torch's cast if the float32 value was a tie
+    for compensation in takers:
+        give_low_halves(compensation, captured)
 
 
 def _is_source_of(saved: Tensor, parameter: nn.Parameter) -> bool:

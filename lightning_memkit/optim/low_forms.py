@@ -44,20 +44,27 @@ def put_low_halves(
     if engine.mode is None or low_state_of(engine.mode) is None:
         return
     for slot in slots(optimizer) if ready is None else ready:
-        if slot.parameter not in low_halves or not is_compensated(slot.parameter):
+        given = low_halves.get(slot.parameter)
+        if given is None or not is_compensated(slot.parameter):
             continue
+        low = _formed(engine, slot, given.to(slot.parameter.device))
         state = optimizer.state[slot.parameter]
         for name in LOW_STATES:
             state.pop(name, None)
-        low = _formed(engine, slot, low_halves.pop(slot.parameter).to(slot.parameter.device))
         state[low_state_of_tensor(low)] = low
-        if ready is None:
+        if ready is not None:
+            del low_halves[slot.parameter]
+        elif low is not given:
             low_halves[slot.parameter] = low
     engine.rounding.end_step()
 
 
 def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
-    """A low half in the mode's form; where that keeps fewer bits, the weight is rounded as in a step."""
+    """A low half in the mode's form, rounded stochastically where that keeps fewer bits.
+
+    An int16 one is the rest of a weight that is the nearest bfloat16, which stays as it is: other ranks and optimizers
+    have it, too. With one of another form the weight may be the other neighbour, and is rounded as in a step.
+    """
     dtype = low_dtype_of(engine.mode) if engine.mode is not None else None
     if engine.mode is None or dtype is None or low.dtype == dtype:
         return low
@@ -65,9 +72,18 @@ def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
     tensors = local_part(slot.parameter), local_part(low), local_part(formed)
     start = first_element(slot.parameter)
     for high, before, after in slices_of(*tensors):
-        master = torch.empty_like(high, dtype=torch.float32)
-        widen_(high, before, master)
-        narrow_(engine.mode, master, high, after, engine.rounding, (slot.index, start))
+        stream = (slot.index, "weight", start)
+        if before.dtype == torch.int16 and engine.mode == "split24":
+            noise = engine.rounding.noise(before, stream).bitwise_and_(0xFF)
+            after.copy_(noise.add_(before).bitwise_right_shift_(8).clamp_(-128, 127))
+        else:
+            master = torch.empty_like(high, dtype=torch.float32)
+            widen_(high, before, master)
+            if before.dtype == torch.int16 and engine.mode == "kahan":
+                rest = master.sub_(high).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                engine.rounding.round_(rest, after, stream)
+            else:
+                narrow_(engine.mode, master, high, after, engine.rounding, (slot.index, start))
         start += high.numel()
     return formed
 

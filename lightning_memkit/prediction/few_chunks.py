@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_memkit.activations.chunks.axes import Ranges
 from lightning_memkit.activations.chunks.call import ChunkedCall
+from lightning_memkit.loss import chunks as loss_chunks
 from lightning_memkit.optim import low_forms
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.replaced import replaced
@@ -38,6 +39,24 @@ def few_chunks(work: WorkLog, values: KnownValues) -> Iterator[None]:
                     work.weight = before
 
     with replaced(ChunkedCall, numbered=numbered):
+        yield
+
+
+@contextmanager
+def few_loss_chunks(work: WorkLog) -> Iterator[None]:
+    """Within the context, a head's loss runs three chunks of tokens and of columns, whose work counts for all."""
+    plain = loss_chunks.slices_of
+
+    def slices(total: int, size: int) -> Iterator[slice]:
+        found, before = list(plain(total, size)), work.weight
+        for number, weight in _weights([((one.start, one.stop),) for one in found]).items():
+            work.weight = before * weight
+            try:
+                yield found[number]
+            finally:
+                work.weight = before
+
+    with replaced(loss_chunks, slices_of=slices):
         yield
 
 

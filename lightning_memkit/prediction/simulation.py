@@ -20,7 +20,7 @@ from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place, unrecognised
-from lightning_memkit.prediction.few_chunks import few_chunks, few_slices
+from lightning_memkit.prediction.few_chunks import few_chunks, few_loss_chunks, few_slices
 from lightning_memkit.prediction.host_memory import PredictedHostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.own_kernels import without_kernels
@@ -68,6 +68,7 @@ class Simulation(AnatomyMeter):
             stack.enter_context(without_kernels(self.work))
             stack.enter_context(noted_recording(self.work))
             stack.enter_context(few_chunks(self.work, self.values))
+            stack.enter_context(few_loss_chunks(self.work))
             # Of set-up, a GPU's prediction counts what is left; see `_forget_setup`.
             stack.enter_context(few_slices(1 if self._device is None else 0))
             stack.enter_context(casts_in_place())

@@ -53,6 +53,7 @@ class NotedChanges:
         known = self._once | self._judged | as_now
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
+            rows = -int(self._trials.ranks.largest_of([-rows])[0])  # what a rank has too few rows for, none tries
             self._trials.changing |= rollback.changed()  # before further runs restore something
             again = self._changes_of_a_second_step(step, batch)
             once = set[_Named]() if again is None else unknown - again.keys()
@@ -83,18 +84,21 @@ class NotedChanges:
 
     def _changes_of_a_second_step(self, step: Step, batch: Any) -> dict[_Named, StepChange] | None:
         """What a second step changes, on other rows, and which of these changes compose; None if it fails."""
-        rows = other_rows(step.batch, batch)
-        rollback = self._trials.kept(step, rows)
+        rows, failure = other_rows(step.batch, batch), ""
+        rollback, any_rank = self._trials.kept(step, rows), self._trials.ranks.any
         try:
             with rollback.watching():
                 self._trials.run(step, rows)
         except Exception as error:  # these rows don't matter: the first step itself has succeeded
-            self._run.debug(f"MemoryBudget can't try a second step: {error!r}")
+            failure = repr(error)
+        if any_rank(bool(failure)):
+            self._run.debug(f"MemoryBudget can't try a second step: {failure or 'on another rank'}")
             return None
         again, left = rollback.changes(), rollback.left_behind()
         self._trials.changing |= rollback.changed()
-        composed = self._composed(step, rows, rollback, left) if again else frozenset()
-        if set(again) - composed:
+        # Steps communicate where weights are sharded: all ranks run them, or none does.
+        composed = self._composed(step, rows, rollback, left) if any_rank(bool(again)) else frozenset()
+        if any_rank(bool(set(again) - composed)):
             composed |= self._composed_without_noise(step, rows)
         return {_named(change): replace(change, composes=change in composed) for change in again}
 

@@ -253,7 +253,8 @@ class Sharded(Agreeing):
             failure = _text(error)
         if not results:
             free_memory()
-            self._catch_up.finish(smallest)
+            with self._agreement.working(_A_PART):
+                self._catch_up.finish(smallest)
         meeting = self._agreement.meet(_outcome(failure, results))
         if meeting.any_failed:
             self._catch_up.reset()

@@ -50,8 +50,7 @@ class FitOptimizers:
         self._module: nn.Module | None = None
         self._active = False
         self._counted = 0
-        self._begins = False  # a fit is being set up
-        self._waiting: dict[Optimizer, dict[nn.Parameter, Tensor]] = {}  # low halves, for states on the host
+        self._waits = False  # `low_halves` has some of weights that are stepped, for states on the host
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "compensations": [], "_own": None, "_active": False}
@@ -69,14 +68,10 @@ class FitOptimizers:
     def begin(self, module: nn.Module, optimizers: list[Optimizer]) -> Undo:
         """Compensate the optimizers of a fit, and until the undo any other in its first step."""
         self._module, self._active = module, True
-        for left in self._waiting.values():  # by a fit that failed before it began
-            self.low_halves.update(left)
         # After an earlier fit, weights were rewritten.
         for compensation in _compensations_of(self._own):
             give_low_halves(compensation, self.low_halves)
-        self._begins = True
-        self._take(optimizers, self.low_halves)
-        self._begins = False
+        self._take(optimizers, self.low_halves, waits=self._will_live_on_host())
         for parameter in [parameter for parameter in self.low_halves if not parameter.requires_grad]:
             del self.low_halves[parameter]  # a frozen base is large, and seldom trained later
         self._hold(_compensations_of(self._own))
@@ -131,45 +126,51 @@ class FitOptimizers:
             for parameter in stepped & self.low_halves.keys():
                 del self.low_halves[parameter]
 
-    def _take(self, optimizers: list[Optimizer], low_halves: dict[nn.Parameter, Tensor]) -> None:
+    def _take(
+        self, optimizers: list[Optimizer], low_halves: dict[nn.Parameter, Tensor], *, waits: bool = False
+    ) -> None:
         assert self._module is not None
         adapt_bitsandbytes_in(self._module, optimizers)
         self.of_trainer = list(optimizers)
+        # An optimizer that may hold copies of its weights gives these their low halves at once.
+        waiting = [one for one in optimizers if waits and is_known_by_parameter(one)]
         self.compensations = [
-            self._compensated(optimizer, low_halves) for optimizer in optimizers if any(slots(optimizer))
+            self._compensated(optimizer, {} if optimizer in waiting else low_halves)
+            for optimizer in optimizers
+            if any(slots(optimizer))
         ]
         self._counted = _count(optimizers)
-        stepped = _stepped(optimizers)
-        kept = {parameter: low for parameter, low in low_halves.items() if parameter not in stepped}
+        taken = _stepped(optimizers) - _stepped(waiting)
+        kept = {parameter: low for parameter, low in low_halves.items() if parameter not in taken}
         self.low_halves.clear()
         self.low_halves.update(kept)
+        self._waits = bool(waiting)
 
     def _compensated(self, optimizer: Optimizer, low_halves: dict[nn.Parameter, Tensor]) -> Compensation:
         existing = compensation_of(optimizer)
-        waits = self._waits_for_home()
-        if waits and (existing is not None or is_known_by_parameter(optimizer)):
-            # An optimizer that may hold copies of its weights gives these their low halves at once.
-            mine = {slot.parameter for slot in slots(optimizer)} & low_halves.keys()
-            self._waiting[optimizer], low_halves = {one: low_halves[one] for one in mine}, {}
         if existing is not None:
             give_low_halves(existing, low_halves)
             return existing
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         return compensate(optimizer, mode=self.mode, states=self.states, low_halves=low_halves, seed=seed)
 
-    def _waits_for_home(self) -> bool:
-        """Whether a fit is being set up whose states will be in host memory: the device may not have room for them."""
+    def _will_live_on_host(self) -> bool:
+        """Whether states are going to live in host memory, so that the device need not have room for all of them."""
         trainer = trainer_of(self._module) if self._module is not None else None
         callbacks = [] if trainer is None else vars(trainer)["callbacks"]
-        return self._begins and any(says(one, "offloads_states") for one in callbacks)
+        return any(says(one, "offloads_states") for one in callbacks)
 
     def give_waiting(self) -> None:
-        """Put low halves that wait for it into states that now live in host memory."""
-        waiting, self._waiting = self._waiting, {}
-        for optimizer, low_halves in waiting.items():
-            compensation = compensation_of(optimizer)
-            if compensation is not None:
-                give_low_halves(compensation, low_halves)
+        """Put low halves that have waited into the optimizers' states, wherever these live by now."""
+        if self._waits:
+            waiting = {
+                one: self.low_halves[one] for one in _stepped(self.of_trainer) & self.low_halves.keys()
+            }
+            for compensation in self.compensations:
+                give_low_halves(compensation, waiting)
+            for parameter in waiting:
+                del self.low_halves[parameter]
+            self._waits = False
 
     def _compensate_own(self, optimizer: Optimizer) -> Compensation:
         """Compensate an optimizer that the Trainer doesn't know."""

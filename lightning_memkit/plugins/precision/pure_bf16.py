@@ -196,6 +196,7 @@ class PureBF16Precision(Precision):
         self._optimizers.give_waiting()
 
     def _before_batch(self, strategy: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._optimizers.give_waiting()  # where nothing has said that states are offloaded by now
         self._follow()
         return plain(*args, **kwargs)
 
