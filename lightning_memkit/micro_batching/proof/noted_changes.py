@@ -53,7 +53,8 @@ class NotedChanges:
         known = self._once | self._judged | as_now
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
-            rows = -int(self._trials.ranks.largest_of([-rows])[0])  # what a rank has too few rows for, none tries
+            # What a rank has too few rows for, none tries.
+            rows = -int(self._trials.ranks.largest_of([-rows])[0])
             self._trials.changing |= rollback.changed()  # before further runs restore something
             again = self._changes_of_a_second_step(step, batch)
             once = set[_Named]() if again is None else unknown - again.keys()
