@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.blocks import first_element, flat_views, local_part
 from lightning_memkit.optim.modes import (
     LOW_STATES,
+    Mode,
     low_dtype_of,
     low_state_of,
     low_state_of_tensor,
@@ -72,20 +73,26 @@ def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
     tensors = local_part(slot.parameter), local_part(low), local_part(formed)
     start = first_element(slot.parameter)
     for high, before, after in slices_of(*tensors):
-        stream = (slot.index, "weight", start)
-        if before.dtype == torch.int16 and engine.mode == "split24":
-            noise = engine.rounding.noise(before, stream).bitwise_and_(0xFF)
-            after.copy_(noise.add_(before).bitwise_right_shift_(8).clamp_(-128, 127))
-        else:
-            master = torch.empty_like(high, dtype=torch.float32)
-            widen_(high, before, master)
-            if before.dtype == torch.int16 and engine.mode == "kahan":
-                rest = master.sub_(high).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-                engine.rounding.round_(rest, after, stream)
-            else:
-                narrow_(engine.mode, master, high, after, engine.rounding, (slot.index, start))
+        _write(engine, engine.mode, (slot.index, start), (high, before, after))
         start += high.numel()
     return formed
+
+
+def _write(engine: ShadowOptions, mode: Mode, place: tuple[int, int], tensors: tuple[Tensor, ...]) -> None:
+    """Write a slice in the mode's form; its temporaries end here, before the next one's begin."""
+    high, before, after = tensors
+    stream = (place[0], "weight", place[1])
+    if before.dtype == torch.int16 and mode == "split24":
+        noise = engine.rounding.noise(before, stream).bitwise_and_(0xFF)
+        after.copy_(noise.add_(before).bitwise_right_shift_(8).clamp_(-128, 127))
+        return
+    master = torch.empty_like(high, dtype=torch.float32)
+    widen_(high, before, master)
+    if before.dtype == torch.int16 and mode == "kahan":
+        rest = master.sub_(high).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        engine.rounding.round_(rest, after, stream)
+    else:
+        narrow_(mode, master, high, after, engine.rounding, place)
 
 
 def slices_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -27,16 +27,13 @@ def few_chunks(work: WorkLog, values: KnownValues) -> Iterator[None]:
     plain = ChunkedCall.numbered
 
     def numbered(call: ChunkedCall) -> Iterator[tuple[int, Ranges]]:
-        weights, asked, before = _weights(call.chunks), values.asked, work.weight
+        weights, asked = _weights(call.chunks), values.asked
         for number, chunk in plain(call):
             if values.asked != asked or call.draws:
                 weights = dict.fromkeys(range(len(call.chunks)), 1)
             if number in weights:
-                work.weight = before * weights[number]
-                try:
+                with _counted(work, weights[number]):
                     yield number, chunk
-                finally:
-                    work.weight = before
 
     with replaced(ChunkedCall, numbered=numbered):
         yield
@@ -48,13 +45,10 @@ def few_loss_chunks(work: WorkLog) -> Iterator[None]:
     plain = loss_chunks.slices_of
 
     def slices(total: int, size: int) -> Iterator[slice]:
-        found, before = list(plain(total, size)), work.weight
+        found = list(plain(total, size))
         for number, weight in _weights([((one.start, one.stop),) for one in found]).items():
-            work.weight = before * weight
-            try:
+            with _counted(work, weight):
                 yield found[number]
-            finally:
-                work.weight = before
 
     with replaced(loss_chunks, slices_of=slices):
         yield
@@ -70,6 +64,17 @@ def few_slices(most: int) -> Iterator[None]:
 
     with replaced(low_forms, slices_of=first):
         yield
+
+
+@contextmanager
+def _counted(work: WorkLog, times: int) -> Iterator[None]:
+    """Within the context, work counts so many times."""
+    before = work.weight
+    work.weight = before * times
+    try:
+        yield
+    finally:
+        work.weight = before
 
 
 def _weights(chunks: list[Ranges]) -> dict[int, int]:
