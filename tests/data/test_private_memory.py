@@ -49,8 +49,8 @@ for number, batch in enumerate(loader):
     if number >= 100 and number % (len(loader) // 20) == 0:  # the workers have begun
         sizes.append(private_bytes())
 assert seen == documents
-# Batches under construction come and go: the least of a few measurements at the beginning and at the end.
-print(min(sizes[:5]), min(sizes[-5:]))
+# Batches under construction come and go: a few measurements at the beginning and at the end.
+print(int(np.median(sizes[:5])), int(np.median(sizes[-5:])))
 """
 
 
