@@ -56,7 +56,6 @@ print(int(np.median(sizes[:5])), int(np.median(sizes[-5:])))
 
 def growth(documents: int, kind: str, folder: Path) -> float:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    environment["NUMPY_MADVISE_HUGEPAGE"] = "0"  # the kernel may copy huge pages that processes share (khugepaged)
     command = [sys.executable, "-W", "ignore", "-c", EPOCH, str(documents), kind]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr
