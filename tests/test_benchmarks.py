@@ -241,3 +241,16 @@ def test_the_gpu_part_of_predictions_sets_each_beside_its_measurement(monkeypatc
         assert [value for name, value in errors.items() if name.endswith("reserved")] == [50]
         (missed,) = row.missed(values)
         assert "reserved_error_pct is 50; its limit is at most 5" in missed
+
+
+def test_the_documented_plans_are_for_whole_rows() -> None:
+    """The data of `memkit plan --config benchmarks/llama_8b.yaml`, whose shape is too large for a test."""
+    pytest.importorskip("transformers")
+    from benchmarks.planning import LENGTH, LlamaRows
+    from lightning_memkit.plugins.planning._first_batch import first_batch
+
+    batch = first_batch(LlamaRows("tiny", 2))
+    assert {name: tuple(ids.shape) for name, ids in batch.items()} == {
+        "input_ids": (2, LENGTH),
+        "labels": (2, LENGTH),
+    }

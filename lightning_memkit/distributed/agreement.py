@@ -106,7 +106,7 @@ class Agreement:
 
     def end(self) -> None:
         """Tell the peers that this rank ends; takes at most 5 s if they don't listen. Raise afterwards."""
-        if self._lost:
+        if self._lost:  # a peer that is silent does not listen, and the others have waited for it as well
             return
         try:
             with unmetered():

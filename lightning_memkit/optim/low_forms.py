@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.blocks import first_element, flat_views, local_part
 from lightning_memkit.optim.modes import (
     LOW_STATES,
-    Mode,
     low_dtype_of,
-    low_state_of,
     low_state_of_tensor,
     narrow_,
     widen_,
@@ -37,18 +35,21 @@ def put_low_halves(
 
     Args:
         optimizer: whose state they are put into; each is kept as it is if it has the form of the mode.
-        engine: its mode, and the noise by which a low half of another form is rounded.
+        engine: its mode, and the noise by which low halves of other forms are rounded.
         low_halves: by parameter, of any form; the same tensor is kept where it is on the parameter's device. What is
             put takes the place of what it was made from, which need not be alive beside it.
         ready: of these parameters only, whose low halves are taken out; None for all.
     """
-    if engine.mode is None or low_state_of(engine.mode) is None:
+    dtype = None if engine.mode is None else low_dtype_of(engine.mode)
+    if dtype is None:
         return
     for slot in slots(optimizer) if ready is None else ready:
         given = low_halves.get(slot.parameter)
         if given is None or not is_compensated(slot.parameter):
             continue
-        low = _formed(engine, slot, given.to(slot.parameter.device))
+        low = given.to(slot.parameter.device)
+        if low.dtype != dtype:
+            low = _formed(engine, slot, low, dtype)
         state = optimizer.state[slot.parameter]
         for name in LOW_STATES:
             state.pop(name, None)
@@ -60,39 +61,47 @@ def put_low_halves(
     engine.rounding.end_step()
 
 
-def _formed(engine: ShadowOptions, slot: Slot, low: Tensor) -> Tensor:
-    """A low half in the mode's form, rounded stochastically where that keeps fewer bits.
+def _formed(engine: ShadowOptions, slot: Slot, low: Tensor, dtype: torch.dtype) -> Tensor:
+    """A low half of another form in the mode's, int8 or bfloat16 or int16.
 
-    An int16 one is the rest of a weight that is the nearest bfloat16, which stays as it is: other ranks and optimizers
-    have it, too. With one of another form the weight may be the other neighbour, and is rounded as in a step.
+    One in int16 is rounded to nearest, which loses least where it happens once. Its weight stays as it is: other ranks
+    and optimizers have it, too. Of other forms the weight need not be the nearest bfloat16, and both are rounded as in
+    a step.
     """
-    dtype = low_dtype_of(engine.mode) if engine.mode is not None else None
-    if engine.mode is None or dtype is None or low.dtype == dtype:
-        return low
     formed = torch.empty_like(slot.parameter, dtype=dtype)
     tensors = local_part(slot.parameter), local_part(low), local_part(formed)
     start = first_element(slot.parameter)
     for high, before, after in slices_of(*tensors):
-        _write(engine, engine.mode, (slot.index, start), (high, before, after))
+        if before.dtype == torch.int16:
+            _round_(high, before, after)
+        else:
+            _round_both_(engine, (slot.index, start), (high, before, after))
         start += high.numel()
     return formed
 
 
-def _write(engine: ShadowOptions, mode: Mode, place: tuple[int, int], tensors: tuple[Tensor, ...]) -> None:
-    """Write a slice in the mode's form; its temporaries end here, before the next one's begin."""
-    high, before, after = tensors
-    stream = (place[0], "weight", place[1])
-    if before.dtype == torch.int16 and mode == "split24":
-        noise = engine.rounding.noise(before, stream).bitwise_and_(0xFF)
-        after.copy_(noise.add_(before).bitwise_right_shift_(8).clamp_(-128, 127))
+# Functions, so that the temporaries of a slice end before those of the next one begin.
+
+
+def _round_(high: Tensor, before: Tensor, after: Tensor) -> None:
+    """Write an int16 low half as the nearest low byte or compensation."""
+    if after.dtype == torch.int8:
+        # 1 of 512 would round up to 128, which int8 lacks; at 127 it is off by less than the 24th bit.
+        after.copy_(before.int().add_(0x80).bitwise_right_shift_(8).clamp_(max=0x7F))
         return
     master = torch.empty_like(high, dtype=torch.float32)
     widen_(high, before, master)
-    if before.dtype == torch.int16 and mode == "kahan":
-        rest = master.sub_(high).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        engine.rounding.round_(rest, after, stream)
-    else:
-        narrow_(mode, master, high, after, engine.rounding, place)
+    # Infinity has no compensation: inf - inf would be NaN.
+    after.copy_(master.sub_(high).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _round_both_(engine: ShadowOptions, place: tuple[int, int], tensors: tuple[Tensor, ...]) -> None:
+    """Write the weight and low half of a float32 value anew, as a step does."""
+    high, before, after = tensors
+    assert engine.mode is not None  # else there would be no form to write
+    master = torch.empty_like(high, dtype=torch.float32)
+    widen_(high, before, master)
+    narrow_(engine.mode, master, high, after, engine.rounding, place)
 
 
 def slices_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -32,9 +32,9 @@ def best_size(family: Family, problem: Problem) -> Row:
         return row(sizes[0])
     if not row(sizes[0]).fits:
         return row(sizes[0])
-    # What is alive at the floor stays, and the rest grows in proportion to the rows at the most.
-    resident = min(problem.floor(family), row(sizes[0]).taken_bytes)
-    most = resident + (row(sizes[0]).taken_bytes - resident) * whole / sizes[0]
+    # Weights and gradients take the same for any number of rows; all else grows in proportion to them at the most.
+    fixed = min(problem.floor(family), row(sizes[0]).taken_bytes)
+    most = fixed + (row(sizes[0]).taken_bytes - fixed) * whole / sizes[0]
     if most <= problem.usable_bytes and row(whole).fits:
         return row(whole)
     # Don't start a line at one row: some copies for several rows are views for one.

@@ -164,7 +164,9 @@ def test_the_smallest_and_the_largest_values() -> None:
 def test_a_shard_without_rows(name: str) -> None:
     codes, scales = room(name, torch.empty(0, 64))
     encode_(name, torch.empty(0), codes, scales, noise(0))
-    decode_(name, codes, scales, torch.empty(0))
+    wide = torch.empty(0)
+    decode_(name, codes, scales, wide)
+    assert (codes.numel(), wide.numel(), scales.shape) == (0, 0, (0, 1))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class NotedChanges:
         self._set_once = SetOnce(run, trials)
         self._once: set[_Named] = set()  # changes that a second step does not repeat, and any rows make alike
         self._always: dict[_Named, StepChange] = {}
-        self._rows: dict[_Named, int] = {}  # on how many these were judged
+        self._rows: dict[_Named, int] = {}  # of this rank, on how many these were judged
         self._judged: set[_Named] = set()  # changes of which it is known whether they compose
 
     def forget(self, names: frozenset[str]) -> None:
@@ -50,11 +50,11 @@ class NotedChanges:
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
         # One row can't be split, and two not into micro-batches of different size: judge again with more rows.
         as_now = {named for named in self._always if self._rows[named] >= min(rows, 3)}
-        known = self._once | self._judged | as_now
-        unknown = {_named(change) for change in found} - known
+        names = {_named(change) for change in found} - self._once - self._judged
+        unknown = names - as_now
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
-            # What a rank has too few rows for, none tries.
-            rows = -int(self._trials.ranks.largest_of([-rows])[0])
+            # What a rank has too few rows for, none tries; and what one judges again, all do.
+            fewest, unknown = -int(self._trials.ranks.largest_of([-rows])[0]), names
             self._trials.changing |= rollback.changed()  # before further runs restore something
             again = self._changes_of_a_second_step(step, batch)
             once = set[_Named]() if again is None else unknown - again.keys()
@@ -75,8 +75,8 @@ class NotedChanges:
                     named: one for named, one in self._always.items() if named not in unknown
                 } | again
                 self._rows.update(dict.fromkeys(again, rows))
-                self._judged |= again.keys() if rows > 2 else set()
-                self._once = (self._once | (unknown if rows > 1 else set())) - self._always.keys()
+                self._judged |= again.keys() if fewest > 2 else set()
+                self._once = (self._once | (unknown if fewest > 1 else set())) - self._always.keys()
                 self._trials.watch.judged(name for _, name in self._once)
                 found = (*found, *again.values())
         self._trials.changes = tuple(

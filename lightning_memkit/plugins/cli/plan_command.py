@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "--optimizer-states",
         default="given",
         choices=get_args(OptimizerStates),
-        help="open: in 8 bits, too, by bitsandbytes' optimizer in the place of torch's; changes numbers",
+        help="open: in 8 bits, too, by PureBF16Precision or bitsandbytes' optimizer; changes numbers",
     )
     found.add_argument(
         "--explain",

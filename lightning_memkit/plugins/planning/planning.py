@@ -166,8 +166,8 @@ def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]
 
 
 def _eight_bit_choices(family: Family, ask: Callable[[Callback], None]) -> Iterator[Choice]:
-    """Choices with 8-bit states: the precision's, which takes least, where none was given, else the optimizer's."""
-    if family["precision"].name.startswith("bfloat16"):
+    """Choices with 8-bit states: the precision's, which takes least, where none was given, then the optimizer's."""
+    if family["precision"].plugins:  # chosen by the plan, for a device that has bfloat16
         yield choices.seven_bytes()
     try:
         instead = eight_bit_for(ask)

@@ -50,7 +50,7 @@ class FitOptimizers:
         self._module: nn.Module | None = None
         self._active = False
         self._counted = 0
-        self._waits = False  # `low_halves` has some of weights that are stepped, for states on the host
+        self._waits = False  # whether `low_halves` has those of weights whose states will be offloaded, too
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "compensations": [], "_own": None, "_active": False}
@@ -155,7 +155,7 @@ class FitOptimizers:
         return compensate(optimizer, mode=self.mode, states=self.states, low_halves=low_halves, seed=seed)
 
     def _will_live_on_host(self) -> bool:
-        """Whether states are going to live in host memory, so that the device need not have room for all of them."""
+        """Whether a callback offloads states, for which low halves wait: the device may not have room for all."""
         trainer = trainer_of(self._module) if self._module is not None else None
         callbacks = [] if trainer is None else vars(trainer)["callbacks"]
         return any(says(one, "offloads_states") for one in callbacks)
@@ -191,6 +191,7 @@ class FitOptimizers:
     def _known_low_halves(self) -> dict[nn.Parameter, Tensor]:
         if low_state_of(self.mode) is None:
             return {}
+        self.give_waiting()  # else its weights would be completed by low halves of zero
         return {**self.low_halves, **shared_low_halves(self.all)}
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
