@@ -31,9 +31,8 @@ def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) ->
         for parameter, wide in compensation.float32_weights():
             if parameter not in own or not is_compensated(parameter) or parameter in taken:
                 continue
-            if any(
-                name in state.get(parameter, {}) for name in LOW_STATES
-            ):  # others wait where they were captured
+            # Those that no state has are still where they were captured.
+            if set(LOW_STATES) & state.get(parameter, {}).keys():
                 high, taken[parameter] = split(wide)
                 parameter.detach().copy_(high)
     return taken

@@ -251,7 +251,7 @@ def test_repr_round_trips():
 
 
 class Early(Callback):
-    """The most bytes on the device until the fit starts, by when the optimizers exist."""
+    """The most bytes on the device until the callbacks before it have started the fit."""
 
     def __init__(self, device):
         self.device = device
@@ -274,8 +274,9 @@ def test_captured_low_halves_never_are_all_on_the_device(mode, tmp_path, monkeyp
     with fake_device() as device:
         expected, _ = run(device, tmp_path, plugins=[PureBF16Precision(mode)])
         early = Early(device)
-        trained, _ = run(device, tmp_path, early, OptimizerOffload(BUCKET), plugins=[PureBF16Precision(mode)])
-        assert early.peak_bytes <= weights + 32 * 1024  # of a slice
+        trained, _ = run(device, tmp_path, OptimizerOffload(BUCKET), early, plugins=[PureBF16Precision(mode)])
+        # Some buckets, each of the layers whose states it will hold, and a slice's temporaries.
+        assert weights < early.peak_bytes <= weights + 32 * 1024
         without = Early(device)
         run(device, tmp_path, without, plugins=[PureBF16Precision(mode)])
         assert without.peak_bytes >= weights * (1.5 if mode == "split24" else 2)
