@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -138,3 +139,15 @@ def _run(words: Sequence[str], environment: Mapping[str, str], cwd: str, out: st
         runpy.run_path(name, run_name="__main__")
     else:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """The values of an argument in the tests that will use a fixture: what its launch has to run, each once."""
+    found: dict[Any, None] = {}
+    for item in request.session.items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and argument in given:
+            own = given.get(request.fixturename)
+            if own is None or own == request.param:
+                found[given[argument]] = None
+    return list(found)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.distributed.launch import launched, two_ranks
 from tests.distributed.two_ranks_fsdp2 import OPTIONS, WHO
-from tests.processes import LIMIT_SECONDS
+from tests.processes import LIMIT_SECONDS, selected
 
 SWEEPS = [f"{option}, {who}" for option in OPTIONS for who in (*WHO, "cold")]
 
@@ -14,7 +14,8 @@ SWEEPS = [f"{option}, {who}" for option in OPTIONS for who in (*WHO, "cold")]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One launch for all: every allocation, which takes a busy machine many times as long, or one in so many."""
     limit = LIMIT_SECONDS * (6 if request.param == "1" else 1)
-    return two_ranks("two_ranks_fsdp2", tmp_path_factory.mktemp("fsdp2"), request.param, limit=limit)
+    folder = tmp_path_factory.mktemp("fsdp2")
+    return two_ranks("two_ranks_fsdp2", folder, request.param, *selected(request, "sweep"), limit=limit)
 
 
 @pytest.mark.parametrize("sweep", SWEEPS)

@@ -203,8 +203,8 @@ def swept_after_validation(stride: int) -> dict[str, int]:
     return found
 
 
-def swept_storages(options: dict[str, Any]) -> dict[str, int]:
-    """Every time that the engine gives a gathered parameter its memory back, it fails on rank 1."""
+def swept_storages(options: dict[str, Any], stride: int) -> dict[str, int]:
+    """Each time that the engine gives a gathered parameter its memory back, it fails on rank 1."""
     runner = Runner(sharded(**options))
     expected, _, _ = fault_free(runner)
     stock, calls, fails_at = _fsdp_param.alloc_storage, 0, -1
@@ -219,7 +219,7 @@ def swept_storages(options: dict[str, Any]) -> dict[str, int]:
     _fsdp_param.alloc_storage = alloc_storage
     runner.step(PARTS)
     found = {"points": 0, "equal": 0, "retried": 0}
-    for point in range(calls):
+    for point in range(0, calls, stride):
         calls, fails_at = 0, point if distributed.get_rank() == 1 else -1
         before = runner.retries
         signal.alarm(LIMIT_SECONDS)
@@ -328,25 +328,30 @@ def clipping() -> dict[str, Any]:
     return found
 
 
-def main(path: str, stride: str) -> None:
+def main(path: str, stride: str, *sweeps: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found: dict[str, Any] = {"clipping": clipping()}
-    for option, options in OPTIONS.items():
-        sparser = int(stride) * (1 if stride == "1" or option == "checkpointed" else 3)
-        for who, fails in WHO.items():
-            found[f"{option}, {who}"] = swept(options, fails, sparser)
-        found[f"{option}, cold"] = swept_cold(options, sparser)
-    found["validated"] = swept_after_validation(int(stride))
-    found["storages"] = swept_storages({})
-    found["storages, checkpointed"] = swept_storages({"checkpointed": True})
-    found["first forward"] = swept_first_forward()
-    found["silent"] = silent()
-    found["refusals"] = refusals()
+    found: dict[str, Any] = {"clipping": clipping(), "silent": silent(), "refusals": refusals()}
+    for sweep in sweeps:
+        found[sweep] = of(sweep, int(stride))
     if distributed.get_rank() == 0:
         print(found)
         torch.save(found, path)
     leave()
+
+
+def of(sweep: str, stride: int) -> dict[str, int]:
+    if sweep == "validated":
+        return swept_after_validation(stride)
+    if sweep == "first forward":
+        return swept_first_forward()
+    option, _, who = sweep.partition(", ")
+    if option == "storages":
+        return swept_storages({"checkpointed": True} if who else {}, max(1, stride // 6))
+    sparser = stride * (1 if stride == 1 or option == "checkpointed" else 3)
+    if who == "cold":
+        return swept_cold(OPTIONS[option], sparser)
+    return swept(OPTIONS[option], WHO[who], sparser)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from tests.plugins.toys import trained, weights
 from tests.plugins.two_ranks import TAGGERS
-from tests.processes import Ran, run_on_ranks
+from tests.processes import Ran, run_on_ranks, selected
 
 KEPT_FROM_LESS = "as if it were clamped for all rows"
 KEPT = ["penalized", "epsilon", "detector"]
@@ -20,10 +20,11 @@ def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> Ran:
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp2"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One launch for all losses of a strategy, which takes longer than they do."""
+    """One launch for all losses of a strategy that are asked for."""
     path = tmp_path_factory.mktemp(request.param) / "found.pt"
     # FSDP2's ranks wait for one whose step returns None, as they do without memkit.
-    done = run_on_two_ranks(path, 3, request.param, *SPLIT, *(["absent"] if request.param == "ddp" else []))
+    absent = ["absent"] if request.param == "ddp" else []
+    done = run_on_two_ranks(path, 3, request.param, *selected(request, "loss"), *absent)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 

@@ -16,7 +16,7 @@ from tests.plugins.ranks import leave, whole
 
 ROWS, WIDTH, STEPS = 12, 8, 8
 STRATEGIES = ("ddp", "zero1", "fsdp2", "fsdp2 blocks", "fsdp2 across blocks")
-CASES = [(strategy, chunk) for strategy in STRATEGIES for chunk in (0, 1, 4)]
+CASES = [f"{strategy}, {chunk}" for strategy in STRATEGIES for chunk in (0, 1, 4)]
 
 
 class Towers(nn.Module):
@@ -60,13 +60,14 @@ def alone() -> dict[str, Tensor]:
     return {name: one.detach() for name, one in net.named_parameters()}
 
 
-def trained(strategy: str, chunk: int) -> dict[str, Tensor]:
+def trained(case: str) -> dict[str, Tensor]:
     """The weights of all ranks together."""
+    strategy, chunk = case.split(", ")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     net = Towers()
     step, modules = _wrapped(net, strategy)
-    for module in modules if chunk else ():
-        checkpoint_chunks(module, rows=chunk)
+    for module in modules if int(chunk) else ():
+        checkpoint_chunks(module, rows=int(chunk))
     optimizer = _optimizer(net, strategy)
     for batch in batches():
         optimizer.zero_grad()
@@ -101,14 +102,14 @@ def _wrapped(net: Towers, strategy: str) -> tuple[Callable[..., Any], list[nn.Mo
     return net, units
 
 
-def main(path: str) -> None:
+def main(path: str, *cases: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = {case: trained(*case) for case in CASES}
+    found = {case: trained(case) for case in cases}
     if distributed.get_rank() == 0:
         torch.save(found, path)
     leave()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
