@@ -395,15 +395,15 @@ def test_wheel_holds_every_file_and_the_type_marker(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("first", range(3))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("first", range(8))
 def test_every_module_imports_by_itself(first: int) -> None:
     """A module that only works after another was imported fails for whoever imports it first."""
     # Each import runs in a fork of one interpreter that holds torch and Lightning already: seconds.
     code = f"""
 import importlib, os, torch, lightning.pytorch
 failed = []
-for name in {list(FILES)[first::3]}:
+for name in {list(FILES)[first::8]}:
     child = os.fork()
     if not child:
         try:

@@ -43,7 +43,7 @@ class ShardedPairs(Pairs):
 
     def __init__(self, *, gathers: bool = False) -> None:
         super().__init__()
-        self.first, self.second = (nn.Sequential(*(Block() for _ in range(3))) for _ in range(2))
+        self.first, self.second = (nn.Sequential(*(Block() for _ in range(2))) for _ in range(2))
         if gathers:
             self.loss = self.over_all
 
