@@ -165,9 +165,16 @@ def _is_config_error(error: Exception) -> bool:
 
 
 def _short(error: Exception) -> str:
+    """What happened; and where, unless memkit says of itself what is wrong and what to do."""
+    name = type(error).__name__
     place = traceback.extract_tb(error.__traceback__)[-1]
+    package = Path(__file__).parent
+    if type(error).__module__.partition(".")[0] == package.name:
+        return f"memkit: error: {name}: {error}"
+    if isinstance(error, (ValueError, TypeError)) and Path(place.filename).is_relative_to(package):
+        return f"memkit: error: {error}"
     return (
-        f"memkit: error: {type(error).__name__}: {error}\n"
+        f"memkit: error: {name}: {error}\n"
         f"  in {place.name}, {place.filename}:{place.lineno}; --debug prints the traceback"
     )
 

@@ -281,6 +281,40 @@ def test_debugging_shows_all_of_an_error_inside_a_class(memkit, capsys, budget, 
     assert printed.splitlines()[-1].startswith(f"memkit: error: {BUDGET}")
 
 
+def test_a_checkpoint_that_is_not_there_or_cut_off_is_refused_before_anything_is_built(
+    memkit, capsys, tmp_path
+):
+    whole, cut_off = tmp_path / "whole.ckpt", tmp_path / "cut_off.ckpt"
+    for path in (whole, cut_off):
+        torch.save({"state_dict": {}, "filler": torch.zeros(1000)}, path)
+    cut_off.write_bytes(cut_off.read_bytes()[:900])
+    for name, printed in (
+        ("lost.ckpt", "ckpt_path='lost.ckpt' is not there; the newest other one beside it is whole.ckpt."),
+        ("cut_off.ckpt", "was cut off after 900 bytes; the newest other one beside it is whole.ckpt."),
+    ):
+        code, built = memkit("fit", "--ckpt_path", name)
+        assert (code, built) == (1, None)
+        assert printed in capsys.readouterr().err
+
+
+def test_a_config_that_is_no_yaml_is_named(memkit, capsys, tmp_path):
+    (tmp_path / "broken.yaml").write_text("trainer:\n\tmax_steps: 1\n")
+    assert memkit("fit", "--config", "broken.yaml")[0] == 2
+    assert "memkit: error: broken.yaml: Problems parsing config: " in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+def test_an_error_of_ours_has_no_place(memkit, capsys, tmp_path):
+    (tmp_path / "none.jsonl").write_text("")
+    data = {"class_path": "lightning_memkit.PackedDataModule", "init_args": {"source": "none.jsonl"}}
+    assert memkit("fit", data=data, optimizer=ADAMW)[0] == 1
+    assert (
+        capsys.readouterr()
+        .err.rstrip()
+        .endswith("memkit: error: The source 'none.jsonl' holds 0 documents and no token; give at least one.")
+    )
+
+
 def test_an_error_is_one_line_and_a_place_unless_debugging(memkit, capsys):
     code, _ = memkit("fit", model="tests.cli_models.Failing", optimizer=ADAMW)
     printed = capsys.readouterr().err

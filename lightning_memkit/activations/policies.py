@@ -13,11 +13,8 @@ from lightning_memkit.memory.units import parse_bytes, parse_fraction
 _T = TypeVar("_T")
 
 POLICIES = (
-    '"full" (every block), "every:k" (every k-th block, such as "every:2"), "selective" (attention and every second '
-    'matmul are saved) or "selective:..." (the operators to save, such as "selective:attention,matmul/2,silu"), '
-    '"budget:x" (a fraction or bytes of the saved activations, such as "budget:0.5" or "budget:2GiB"), '
-    '"auto:SIZE" (the least recomputation for a step within SIZE, such as "auto:22GiB"), '
-    '"compile:x" (each block compiled, with torch\'s own budget of x in [0, 1])'
+    '"full", "every:k" (of the blocks every k-th), "selective" or "selective:attention,matmul/2" (operators to save), '
+    '"budget:0.5" or "budget:2GiB" (of saved activations), "auto:22GiB" (of a step), "compile:0.5" (blocks compiled)'
 )
 _GROUPS: dict[str, Callable[[str], bool]] = {"attention": is_attention, "matmul": is_matmul}
 

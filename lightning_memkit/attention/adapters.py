@@ -37,7 +37,7 @@ def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callab
             undos.pop()()
 
     try:
-        for model in _outermost(module):
+        for model in outermost_models(module):
             undos.append(switch(model, backend))
     except ValueError:
         undo()
@@ -52,7 +52,8 @@ def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callab
     return undo
 
 
-def _outermost(module: nn.Module) -> list[nn.Module]:
+def outermost_models(module: nn.Module) -> list[nn.Module]:
+    """The models of transformers in a module that are in no other one."""
     if is_transformers_model(module):
         return [module]
-    return [model for child in module.children() for model in _outermost(child)]
+    return [model for child in module.children() for model in outermost_models(child)]

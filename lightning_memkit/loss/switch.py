@@ -119,7 +119,7 @@ def _heads_of(models: list[tuple[str, Any]]) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(
             "No transformers model with an output head and labels was found, so there is no loss to replace; name "
-            f'the linear layer whose output goes to F.cross_entropy, such as heads=["head"], or {_REMEDY}.'
+            f'the linear layer before F.cross_entropy, as in heads=["head"], or {_REMEDY}.'
         )
     return dict(found.values())
 

@@ -11,6 +11,7 @@ import torch
 
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 WORKSPACE_BYTES_HOPPER = 8 * 4096 * 1024
+WORKSPACE_BYTES_MI300 = 128 * 1024 * 1024  # torch's default for gfx94x
 _THREADS = 2  # the forward's, and autograd's thread for the device
 _CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from lightning_memkit.memory.cublas import WORKSPACE_BYTES, WORKSPACE_BYTES_HOPPER
+from lightning_memkit.memory.cublas import WORKSPACE_BYTES, WORKSPACE_BYTES_HOPPER, WORKSPACE_BYTES_MI300
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
 _MIB = 1 << 20
@@ -33,7 +33,7 @@ class Device:
         network_bytes_per_second: Bandwidth to devices of other nodes.
         has_bfloat16: Whether it supports matrix products in bfloat16.
         prefers_cudnn: Whether attention in 16 bits takes cuDNN's kernel first, with a mask or without, as torch
-            does on Hopper.
+            does on Hopper and on data centers' Blackwell.
 
     Raises:
         ValueError: a size or rate is not positive, or the context is larger than the memory.
@@ -99,6 +99,28 @@ DEVICES = {
     device.name: device
     for device in (
         Device(name="h200", memory_bytes=143_771 * _MIB, bytes_per_second=4.8e12, **_HOPPER),
+        Device(
+            name="b200",
+            memory_bytes=183_359 * _MIB,
+            flops_16=2.25e15,
+            flops_32=75e12,
+            bytes_per_second=7.7e12,
+            host_bytes_per_second=50e9,
+            link_bytes_per_second=900e9,
+            network_bytes_per_second=50e9,
+            prefers_cudnn=True,
+        ),
+        Device(
+            name="mi300x",
+            memory_bytes=196_592 * _MIB,
+            library_bytes=WORKSPACE_BYTES_MI300,
+            flops_16=1.307e15,
+            flops_32=163.4e12,
+            bytes_per_second=5.3e12,
+            host_bytes_per_second=50e9,
+            link_bytes_per_second=448e9,
+            network_bytes_per_second=50e9,
+        ),
         Device(name="h100-80gb", memory_bytes=81_559 * _MIB, bytes_per_second=3.35e12, **_HOPPER),
         Device(name="a100-80gb", memory_bytes=81_920 * _MIB, bytes_per_second=2.039e12, **_AMPERE),
         Device(name="a100-40gb", memory_bytes=40_960 * _MIB, bytes_per_second=1.555e12, **_AMPERE),
@@ -192,10 +214,35 @@ def _named(device: str) -> Device:
         close = get_close_matches(device.lower(), DEVICES, n=1)
         meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"device={device!r} is unknown; known are {', '.join(DEVICES)}{meant}. Describe another: "
-            "Device(name=, memory_bytes=, flops_16=, flops_32=, bytes_per_second=)."
+            f"device={device!r} is unknown{meant}; known are {', '.join(DEVICES)}. Give its memory as well "
+            "(--memory 24GiB), or describe it: Device(name=, memory_bytes=, flops_16=, ...)."
         )
     return found[0]
+
+
+def described(device: str, memory: int | str | None) -> "str | Device":
+    """What `Budget` takes for a device and its memory as they were written; without a memory the device's name.
+
+    Args:
+        device: a name, known or not; "auto" for a card of which nothing but its memory is known.
+        memory: as a size. A known device keeps its speed; an unknown one has that of the known one whose memory is
+            nearest, so that its times are rough.
+
+    Raises:
+        ValueError: the memory is no size, or belongs to a CPU.
+    """
+    if memory is None:
+        return device
+    if device == "cpu":
+        raise ValueError(
+            f"memory={memory!r} is a card's, and device='cpu' has the host's: give a budget instead."
+        )
+    size = parse_bytes(memory)
+    if device != "auto" and len(devices_meant(device)) == 1:
+        return device_named(device, size)
+    return replace(
+        most_like(device, size), name=f"a card of {format_bytes(size)}" if device == "auto" else device
+    )
 
 
 def devices_meant(words: str, *, any_board: bool = False) -> list[Device]:

@@ -215,5 +215,5 @@ def test_two_ranks_agree(strategy, tmp_path):
     """One rank's rows hold one document each: it runs along, and stops where the other finds a leak."""
     first, second = two_ranks("two_ranks_contamination", tmp_path, strategy)["ends"]
     assert first["clean"] == second["clean"] == "2 steps"
-    assert "the document in row" in first["leak"]
+    assert "of row 1 change with other documents" in first["leak"]
     assert "on another rank, whose error names the place" in second["leak"]

@@ -293,9 +293,7 @@ def test_bad_options_are_refused_at_construction(options, message):
 
 
 def test_a_long_document_is_refused_with_the_remedy():
-    with pytest.raises(
-        ValueError, match=r'^In the share .train.: .*longest has 12 tokens.*long_documents="split"'
-    ):
+    with pytest.raises(ValueError, match=r'^In the share .train.: .*has 12 tokens.*long_documents="split"'):
         module(context=8).setup()
 
 

@@ -176,7 +176,7 @@ def test_another_tokenizer_is_refused_and_the_same_in_another_folder_is_not(tmp_
     assert resume(state, TEXTS, tokenizer=tokenizer(tmp_path / "moved", "e")) > 5
     other = tokenizer(tmp_path / "other", "x")  # equally many tokens in each document
     with pytest.raises(
-        ValueError, match=r"the documents \(their tokens .*tokenizer: .*first then, .*other now"
+        ValueError, match=r"other documents \(their tokens .*tokenizer: .*first then, .*other now"
     ):
         resume(state, TEXTS, tokenizer=other)
 

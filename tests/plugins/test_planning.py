@@ -562,11 +562,23 @@ def test_the_planned_config_runs_as_it_is(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_card_is_described_by_its_memory(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["plan", "--config", config(tmp_path), "--memory", "4GiB"]
+    assert main(words) == 0
+    assert "on a card of 4.00 GiB" in capsys.readouterr().out
+    assert main([*words, "--device", "rtx9090"]) == 0
+    assert "on rtx9090" in capsys.readouterr().out
+
+
+@pytest.mark.long
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = config(tmp_path)
     assert main(["plan", "--config", path, "--device", "rtx9090"]) == 2
-    assert "device='rtx9090' is unknown; known are h200" in capsys.readouterr().err
+    assert "device='rtx9090' is unknown (did you mean 'rtx5090'?); known are h200" in capsys.readouterr().err
+    assert main(["plan", "--config", path, "--device", "cpu", "--memory", "4GiB"]) == 2
+    assert "memory='4GiB' is a card's" in capsys.readouterr().err
     assert main(["plan", "--config", path, "--output", str(tmp_path / "no such" / "plan.yaml")]) == 2
     assert "in a folder that does not exist" in capsys.readouterr().err
     assert main(["plan", "--config", path, "--budget", "70KiB", "--device", "cpu"]) == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_memkit import Budget
-from lightning_memkit.prediction.devices import DEVICES, device_named, most_like
+from lightning_memkit.prediction.devices import DEVICES, described, device_named, most_like
 
 GIB = 1 << 30
 
@@ -17,6 +17,7 @@ GIB = 1 << 30
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("a100_80gb", "a100-80gb"), ("A100-PCIE-40GB", "a100-40gb"),
         ("Tesla T4", "t4"), ("NVIDIA L4", "l4"), ("L40S", "l40s"), ("RTX A6000", "a6000"), ("A10", "a10"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"), ("v100 32gb", "v100-32gb"),
+        ("NVIDIA B200", "b200"), ("mi300x", "mi300x"), ("AMD Instinct MI300X", "mi300x"),
     ],
 )  # fmt: skip
 def test_it_is_found(written: str, name: str) -> None:
@@ -36,10 +37,10 @@ def test_where_memory_differs_it_is_asked(written: str, names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["H100 PCIe", "RTX 3090 Ti", "RTX 4090 Laptop", "A10G", "T400", "L40", "mi300x", "", "gb"]
+    "written", ["H100 PCIe", "RTX 3090 Ti", "RTX 4090 Laptop", "A10G", "T400", "L40", "gaudi 2", "", "gb"]
 )
 def test_others_are_unknown(written: str) -> None:
-    with pytest.raises(ValueError, match="is unknown; known are h200"):
+    with pytest.raises(ValueError, match="is unknown.*; known are h200"):
         device_named(written)
 
 
@@ -64,3 +65,20 @@ def test_a_card_of_this_machine_has_its_own_memory_and_the_nearest_rates() -> No
 )  # fmt: skip
 def test_budgets_as_people_write_them(memory: str | float, size: int) -> None:
     assert Budget(memory, "RTX 4090").bytes() == size
+
+
+def test_a_device_is_described_by_its_memory() -> None:
+    """A known one keeps its speed, an unknown one has that of the nearest memory."""
+    assert described("rtx4090", None) == "rtx4090"
+    assert described("4090", "48GiB") == device_named("rtx4090", "48GiB")
+    unknown = described("Titan Z", "24GiB")
+    assert not isinstance(unknown, str)
+    assert (unknown.name, unknown.memory_bytes) == ("Titan Z", 24 * GIB)
+    assert unknown.bytes_per_second == device_named("rtx3090").bytes_per_second
+    assert getattr(described("auto", "15GiB"), "name", "") == "a card of 15.00 GiB"
+
+
+@pytest.mark.parametrize(("device", "memory"), [("cpu", "4GiB"), ("Titan Z", "much")])
+def test_what_describes_nothing_is_refused(device: str, memory: str) -> None:
+    with pytest.raises(ValueError, match=f"memory='{memory}'|'{memory}'"):
+        described(device, memory)

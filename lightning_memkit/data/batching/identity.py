@@ -15,8 +15,8 @@ from lightning_memkit.data.packing.layout import Packing
 from lightning_memkit.data.sources.checksums import checksum_of, crc_of
 
 _WHAT = {
-    "tokens_crc": "the documents (their tokens or which of them are labels)",
-    "rows_crc": "which documents stand in which row",
+    "tokens_crc": "documents (their tokens or which of them are labels)",
+    "rows_crc": "documents in each row",
 }
 
 
@@ -71,15 +71,15 @@ def refuse_other_data(
     causes = differences(state.get("made_from") or {}, words or {})
     because = f" What they are made from differs: {'; '.join(causes)}." if causes else ""
     raise ValueError(
-        f"The loader's state is of other data ({'; '.join(differing)}), so its position means nothing here.{because} "
-        "Resume with the same data options, or load the weights alone."
+        f"The loader's state is of other data ({'; '.join(differing)}).{because} Resume with the same data and "
+        "options, or load the weights alone."
     )
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The entries that both have with different values, in words."""
     return [
-        f"{_WHAT.get(name, name)}: {then[name]} then, {value} now"
+        f"other {_WHAT[name]}" if name in _WHAT else f"{name}: {then[name]} then, {value} now"
         for name, value in now.items()
         if name in then and then[name] != value
     ]

@@ -107,10 +107,9 @@ class RowLimits:
         if self.longest < self.context:
             limit = f"the {self.longest} tokens that {self.work} admits"
         raise ValueError(
-            f"{number:,} of {lengths.size:,} documents are longer than {limit} (the longest has {longest:,} "
-            f"tokens; it is number {first + int(lengths.argmax()):,}, from 0); a document must fit into a row. "
-            'Raise the limit, or choose long_documents="split" (every token is kept) or "truncate" (the ends '
-            "are dropped)."
+            f"{number:,} of {lengths.size:,} documents are longer than {limit} (number "
+            f"{first + int(lengths.argmax()):,}, from 0, has {longest:,} tokens); a document must fit into a row. "
+            'Raise the limit, or choose long_documents="split" (keeps all tokens) or "truncate" (drops the ends).'
         )
 
 

@@ -50,7 +50,8 @@ class Corpus:
         """
         store = self._store(source, verify)
         if len(store.tokens) == 0:
-            raise ValueError(f"The source holds {store.documents} documents and no token; give at least one.")
+            what = f"The source {str(source)!r}" if isinstance(source, str | Path) else "The source"
+            raise ValueError(f"{what} holds {store.documents} documents and no token; give at least one.")
         return store
 
     def tokenizer_for_stream(self, source: Any) -> Tokenizer | None:

@@ -200,8 +200,8 @@ class Encoder:
         )
         raise ValueError(
             f"{where} has {rule} (found: {found}); a document is a text, 'messages', a 'prompt' with "
-            "its 'completion', or 'input_ids'. Name another field of texts with documents.text_field, in Python with "
-            "DocumentOptions(text_field=...)."
+            "its 'completion', or 'input_ids'. Another field of texts: documents.text_field, or "
+            "DocumentOptions(text_field=)."
         )
 
 

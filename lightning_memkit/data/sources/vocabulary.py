@@ -23,8 +23,8 @@ def refuse_ids_beyond_embedding(module: nn.Module, ids: int, tokenizer: str) -> 
     for name, rows in _embeddings(module):
         if rows < ids:
             raise ValueError(
-                f"{_too_few(f'the input embedding of {name}', rows, ids, tokenizer)} (a loaded one: "
-                f"resize_token_embeddings({ids})), or take the tokenizer that belongs to it."
+                f"{_too_few(f'the embedding of {name}', rows, ids, tokenizer)} (a loaded one: "
+                f"resize_token_embeddings({ids})), or take its tokenizer."
             )
 
 
@@ -48,7 +48,7 @@ def watch_embeddings(module: nn.Module, ids: int, tokenizer: str) -> Undo:
             said = _too_few(
                 f"the embedding {name}", embedding.num_embeddings, max(ids, largest + 1), tokenizer
             )
-            raise ValueError(f"{said}, or take the tokenizer that belongs to it.")
+            raise ValueError(f"{said}, or take its tokenizer.")
 
     if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
         return lambda: None
@@ -67,8 +67,8 @@ def watch_embeddings(module: nn.Module, ids: int, tokenizer: str) -> Undo:
 
 def _too_few(embedding: str, rows: int, ids: int, tokenizer: str) -> str:
     return (
-        f"The documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), but {embedding} has {rows} rows, so "
-        f"ids can be {rows - 1} at most. Build the model with vocab_size={ids} or more"
+        f"Documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), and {embedding} has {rows} rows. Build "
+        f"the model with vocab_size={ids} or more"
     )
 
 

@@ -2,12 +2,15 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any, get_type_hints
 
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -35,7 +38,20 @@ def explain(message: str, names: Iterable[str] = ()) -> str:
         names: the full names of the parser's options, from which a replacement for an unknown one is
             suggested.
     """
-    return " ".join(_cause(message.strip(), tuple(names)).split())
+    return " ".join(f"{_unparsable(message)}{_cause(message.strip(), tuple(names))}".split())
+
+
+def _unparsable(message: str) -> str:
+    """The config of the command line that is no YAML, which jsonargparse does not name."""
+    if not message.startswith("Problems parsing config"):
+        return ""
+    given = [word.partition("=")[2] or word for word in sys.argv[1:] if word != "--config"]
+    for path in (Path(word) for word in given if Path(word).is_file()):
+        try:
+            yaml.safe_load(path.read_bytes())
+        except yaml.YAMLError:
+            return f"{path}: "
+    return ""
 
 
 def refused_by_a_class(error: Exception, config: Mapping[str, Any]) -> ConfigError | None:
@@ -65,10 +81,10 @@ def refuse_unrunnable(trainer: Namespace) -> None:
     strategy = trainer.get("strategy")
     known = StrategyRegistry.available_strategies()
     if isinstance(strategy, str) and strategy != "auto" and strategy not in known:
-        close = get_close_matches(strategy, known, n=1)
-        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        plain = sorted(name for name in known if "_" not in name.removeprefix("memkit_"))
         raise ConfigError(
-            f"trainer.strategy={strategy!r} is no strategy{meant}; there are {', '.join(sorted(known))}."
+            f"trainer.strategy={strategy!r} is no strategy{_meant(strategy, known)}; there are {', '.join(plain)}, "
+            "and their variants."
         )
     budgets = budgets_in(trainer)
     if len(budgets) > 1:
@@ -135,6 +151,8 @@ def _cause_in_class(path: str, text: str) -> str:
         return f"{path}: {text}; write lightning_memkit.{name}, which stays where it is"
     if cls is None and (meant := nearest_of_ours(path) if path.startswith("lightning_memkit.") else ""):
         return f"{path}: lightning_memkit has no {name} (did you mean {meant}?)"
+    if match := re.fullmatch(r"module '([^']+)' has no attribute '([^']+)'", text):
+        return f"{path}: {text}{_meant(match[2], dir(sys.modules.get(match[1])))}"
     if re.fullmatch(r"No module named '[^']+'", text):
         return f"{path}: {text}; your own classes are looked for in the folder that memkit is started in"
     return f"{path}: {_cause(text)}"
@@ -142,8 +160,13 @@ def _cause_in_class(path: str, text: str) -> str:
 
 def _unknown(option: str, known: list[str], *, owner: str = "the config", list_them: bool = True) -> str:
     accepts = f"; it accepts {', '.join(known)}" if list_them and 0 < len(known) <= _FEW_OPTIONS else ""
-    close = get_close_matches(option, known, n=1)
-    return f"{owner} has no option {option!r}{accepts}{f' (did you mean {close[0]!r}?)' if close else ''}"
+    return f"{owner} has no option {option!r}{accepts}{_meant(option, known)}"
+
+
+def _meant(written: str, known: Iterable[str]) -> str:
+    """A question for the known name that is most like what was written; empty if none is."""
+    close = get_close_matches(written, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _options(cls: Any) -> list[str]:

@@ -22,7 +22,7 @@ from lightning_memkit.plugins.cli._build_target import target_dtype
 from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
 from lightning_memkit.plugins.planning._first_batch import first_batch
 from lightning_memkit.plugins.planning.planning import OptimizerStates, plan
-from lightning_memkit.prediction.devices import DEVICES
+from lightning_memkit.prediction.devices import DEVICES, described
 
 _DESCRIPTION = (
     "The fastest configuration of a config's model that fits a budget, and all others with the reason against them. "
@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
         "--budget", default="auto", help='such as 24GiB, 0.9 or 90%%; "auto": all that the device has'
     )
     found.add_argument("--device", default="auto", help=f"auto, cpu, {', '.join(DEVICES)}")
+    found.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="the device's memory, such as 24GiB; an unknown device is as fast as the known one of the nearest memory",
+    )
     found.add_argument("--goal", default="speed", choices=get_args(Goal), help="what to be best at")
     found.add_argument(
         "--headroom", default=0.05, type=float, help="the fraction of the budget to leave free"
@@ -73,7 +78,8 @@ def run(words: Sequence[str]) -> int:
     """
     options, further = parser().parse_known_args(list(words))
     try:
-        budget = Budget(options.budget, options.device, options.goal, options.headroom)
+        device = described(options.device, options.memory)
+        budget = Budget(options.budget, device, options.goal, options.headroom)
         _check_folder(options.output)
     except ValueError as error:
         print(f"memkit: error: {error}", file=sys.stderr)

@@ -38,8 +38,8 @@ class PackedDataModule(pl.LightningDataModule):
     The batch is the *effective* one of a step and rank; ``MemoryBudget`` splits it into micro-batches that
     fit. Training rows come in a new order every epoch, and a resume continues exactly where the run stopped.
     The fullness of rows, documents, tokens and truncations are logged as ``packing/...``. Training stops at
-    the first batch if the model lets documents of a row see each other; this check costs four forwards of two
-    rows.
+    the first batch if the model lets documents of a row see each other, and a transformers model is given packed
+    attention for the fit; this check costs four forwards of two rows.
 
     Args:
         source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,

@@ -1,0 +1,80 @@
+"""Packed attention for models of transformers, where the first batch of a fit shows that they need it."""
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memkit.attention.adapters import outermost_models, use_packed_attention
+from lightning_memkit.attention.contamination import ContaminationError
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe
+from lightning_memkit.utilities.patching import Undo
+
+
+class KeptApart(ContaminationProbe):
+    """Probes the first packed batch, and gives models of transformers packed attention if documents see each other.
+
+    A model that keeps them apart by itself stays as it is. The change is undone when the fit ends, and made again
+    for evaluations with the same data module.
+
+    Raises:
+        ContaminationError: documents see each other all the same, or the model's attention can't be replaced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needed = False
+        self._undo: Undo | None = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo."""
+        self.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Undo."""
+        self.end()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Packed attention for an evaluation by itself, too."""
+        self._for_evaluation(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same."""
+        self._for_evaluation(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same."""
+        self._for_evaluation(trainer, pl_module)
+
+    def end(self) -> None:
+        """Give the models their own attention again."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _for_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.needed and self._undo is None and trainer.state.fn != TrainerFn.FITTING:
+            self._undo = use_packed_attention(pl_module)
+
+    def _probed(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch) -> bool:
+        try:
+            return super()._probed(trainer, pl_module, batch)
+        except ContaminationError:
+            theirs = sorted({type(one).__name__ for one in outermost_models(pl_module)})
+            try:
+                self._undo = use_packed_attention(pl_module) if theirs else None
+            except ValueError:  # it can't be replaced, or the user has done so
+                self._undo = None
+            if self._undo is None:
+                raise
+        try:
+            answer = super()._probed(trainer, pl_module, batch)
+        except BaseException:
+            self.end()
+            raise
+        self.needed = True
+        rank_zero_info(
+            f"PackedDataModule: {', '.join(theirs)} uses packed_attention in this fit, since documents of a row saw "
+            "each other (use_packed_attention(model) says so for good)."
+        )
+        return answer

@@ -1,0 +1,109 @@
+"""A model of transformers on packed rows: trained as with packed attention, without a line of the user's."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_memkit import PackedDataModule, use_packed_attention
+from lightning_memkit.attention.contamination import ContaminationError
+from lightning_memkit.data.sources.shares import DocumentOptions
+from tests.plugins.noise import NOISE
+from tests.plugins.toys import trainer
+
+pytestmark = [*NOISE, pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")]
+transformers = pytest.importorskip("transformers")
+LINE = "LlamaForCausalLM uses packed_attention in this fit"
+DOCUMENTS = [[int(token) for token in torch.arange(5 + i % 9) * (i % 7 + 1) % 60] for i in range(120)]
+
+
+class Language(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.model(**batch).loss))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Untold(Language):
+    """Its model hears nothing of documents."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+class Failing(Language):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("the user's own")
+
+
+def data() -> PackedDataModule:
+    return PackedDataModule({"train": DOCUMENTS, "test": DOCUMENTS[:40]}, context=32, batch_size=4)
+
+
+def attention_of(module: Language) -> str:
+    return str(module.model.config._attn_implementation)
+
+
+def test_it_is_trained_and_tested_as_with_packed_attention(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = Language(), Language()
+    own = attention_of(ours)
+    undo = use_packed_attention(theirs)
+    found: list[Any] = []
+    for module in (ours, theirs):
+        given, fitted = data(), trainer(max_steps=4)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+            fitted.fit(module, datamodule=given)
+        found.append(LINE in caplog.text)
+        assert attention_of(module) == (own if module is ours else attention_of(theirs))
+        fitted.test(module, datamodule=given, verbose=False)
+    undo()
+    assert found == [True, False]
+    assert attention_of(ours) == attention_of(theirs) == own
+    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert ours.losses == theirs.losses
+    assert len(ours.losses) > 0
+
+
+def test_a_model_that_is_not_told_where_documents_end_is_refused_and_left_as_it_was() -> None:
+    module = Untold()
+    own = attention_of(module)
+    with pytest.raises(
+        ContaminationError, match=r"Hand the transformers model the whole batch, model\(\*\*batch\)"
+    ):
+        trainer(max_steps=2).fit(module, datamodule=data())
+    assert attention_of(module) == own
+    assert not module.model._forward_pre_hooks
+
+
+def test_a_fit_that_fails_leaves_the_model_as_it_was() -> None:
+    module = Failing()
+    own = attention_of(module)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        trainer(max_steps=2).fit(module, datamodule=data())
+    assert attention_of(module) == own
+    assert not module.model._forward_pre_hooks
+
+
+def test_whoever_asks_not_to_be_probed_is_left_alone() -> None:
+    module = Language()
+    seen: list[str] = []
+    module.on_train_batch_end = lambda *_: seen.append(attention_of(module))  # pyright: ignore
+    given = PackedDataModule(
+        {"train": DOCUMENTS}, context=32, batch_size=4, documents=DocumentOptions(kept_apart=False)
+    )
+    trainer(max_steps=1).fit(module, datamodule=given)
+    assert seen == [attention_of(module)]
