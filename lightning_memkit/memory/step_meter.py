@@ -89,6 +89,7 @@ class StepMeter(TemporariesMeter):
         self, *, gradients: Iterable[Tensor], optimizer_states: Iterable[Tensor], fixed_bytes: int = 0
     ) -> MeteredStep:
         """The metered step, after it has ended; arguments as for `dissect`."""
+        self._say_what_followed()
         anatomy = self.dissect(
             gradients=gradients, optimizer_states=optimizer_states, fixed_bytes=fixed_bytes
         )
@@ -125,6 +126,13 @@ class StepMeter(TemporariesMeter):
         found = _metered(anatomy, records, self.sums, tick)
         timeline = replace(found.timeline, failed_at=len(found.timeline.ticks) - 1)
         return replace(found, timeline=timeline)
+
+    def _say_what_followed(self) -> None:
+        """What was taken for a further forward after the last backward belongs to the optimizer's step."""
+        last = max((record.born for record in self.records if record.phase == "backward"), default=None)
+        for record in self.records if last is not None else ():
+            if record.phase == "forward" and record.born > last:
+                record.phase = "optimizer"
 
     def _forget_attempt(self) -> None:
         """Start the records of a retry from what the failed attempt has left."""

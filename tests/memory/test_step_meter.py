@@ -156,6 +156,33 @@ def test_the_timeline_has_the_peak_and_its_categories_add_up_at_each_moment(part
     assert set(timeline.category_bytes) <= set(CATEGORIES)
 
 
+def test_what_follows_the_last_backward_is_no_forward() -> None:
+    """A callback can't know that no further micro-batch comes: what looks at the gradients then was the forward's."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    meter = StepMeter(model)
+    meter.track(model.parameters(), "weights")
+    with meter:
+        for _ in range(2):
+            meter.phase = "forward"
+            loss = F.cross_entropy(model(torch.randn(ROWS, WIDTH)), torch.arange(ROWS) % 50)
+            meter.end_forward()
+            loss.backward()
+            meter.phase = "forward"
+        largest = torch.stack(
+            [p.grad.flatten().repeat(99).amax() for p in model.parameters() if p.grad is not None]
+        )
+        assert largest.isfinite().all()
+        meter.phase = "optimizer"
+        optimizer.step()
+    step = meter.step(
+        gradients=[p.grad for p in model.parameters() if p.grad is not None], optimizer_states=()
+    )
+    shown = [phase for phase, _ in step.timeline.phases if phase != "outside"]
+    assert shown == ["forward", "backward"] * 2 + ["optimizer"]
+    assert step.anatomy.peak_phase == "optimizer"
+
+
 def test_a_long_step_keeps_its_peak_in_few_moments() -> None:
     model = Model()
     step, meter = metered(model, torch.optim.AdamW(model.parameters()), parts=3)
