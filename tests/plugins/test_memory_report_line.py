@@ -202,7 +202,9 @@ def test_float32_as_tf32_has_no_known_peak() -> None:
         ("NVIDIA GeForce RTX 4090 D", 24, None),
         ("NVIDIA GeForce RTX 3090 Ti", 24, None),
         ("NVIDIA T400", 4, None),
-        ("AMD Instinct MI300X", 192, None),
+        ("NVIDIA B200", 179, "b200"),
+        ("AMD Instinct MI300X", 192, "mi300x"),
+        ("AMD Instinct MI250X", 64, None),
     ],
 )
 def test_only_devices_whose_peak_is_known_have_a_share_of_it(name: str, gib: int, known: str | None) -> None:
