@@ -19,6 +19,7 @@ from lightning_memkit.attention.pattern import pattern_of
 from lightning_memkit.attention.positions import (
     PlacesInRows,
     bounds_of,
+    cache_given,
     first_position,
     positions_of,
     restarts,
@@ -179,9 +180,9 @@ class _Hooks:
                 "attention_mask was passed beside packed documents; leave it out: cu_seqlens tells where they end, "
                 "and padding is a segment of its own."
             )
-        if given.get("past_key_values") is not None or given.get("use_cache"):
+        if cache_given(given) or given.get("use_cache"):
             raise ValueError(
-                "use_cache=True (or past_key_values) was passed beside packed documents; a cache takes a row for one "
+                "use_cache=True (or a cache) was passed beside packed documents; a cache takes a row for one "
                 "document. Leave it out; in training nothing reads it."
             )
 

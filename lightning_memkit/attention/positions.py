@@ -33,6 +33,11 @@ def _has_positions(module: nn.Module) -> bool:
     )
 
 
+def cache_given(given: dict[str, Any]) -> bool:
+    """Whether a forward's arguments hold a cache, under transformers' earlier name for it or that of 5.24."""
+    return any(given.get(name) is not None for name in ("past_key_values", "cache"))
+
+
 def restarts(given: dict[str, Any]) -> bool:
     """Whether positions restart within a row."""
     positions = given.get("position_ids")
@@ -40,7 +45,7 @@ def restarts(given: dict[str, Any]) -> bool:
         isinstance(positions, Tensor)
         and positions.dim() == 2
         and given.get("attention_mask") is None
-        and given.get("past_key_values") is None
+        and not cache_given(given)
         and bool((positions.diff() != 1).any())
     )
 

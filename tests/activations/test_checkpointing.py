@@ -2,6 +2,7 @@
 # pyright: reportArgumentType=false
 import copy
 import gc
+import inspect
 import pickle
 import random
 import weakref
@@ -431,7 +432,7 @@ def test_the_models_own_checkpointing_beside_ours_is_refused():
     "policy", ["none", "every", "every:x", "full:2", "", "selective:", "budget:", "compile:x"]
 )
 def test_an_unknown_policy_is_refused_with_the_list(policy):
-    with pytest.raises(ValueError, match=r'the policies are "full" .*"every:k"'):
+    with pytest.raises(ValueError, match=r'the policies are "full", "every:k"'):
         checkpoint_modules(Stack(), policy)
 
 
@@ -478,13 +479,16 @@ def test_an_empty_cache_stays_empty_and_a_filled_one_switches_checkpointing_off(
         out = model(ids(), use_cache=True)
     assert out.past_key_values.get_seq_length() == 0
 
+    # The name of the argument since transformers 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
     def loss_with_prefix(network):
         torch.manual_seed(0)
         cache = DynamicCache(config=network.config)
         with torch.no_grad():
-            network(ids(2, 4), past_key_values=cache, use_cache=True)
+            network(ids(2, 4), **{name: cache}, use_cache=True)
         torch.manual_seed(0)
-        return network(ids(), past_key_values=cache, use_cache=True).logits.sum()
+        return network(ids(), **{name: cache}, use_cache=True).logits.sum()
 
     with pytest.warns(NoEffectWarning, match="filled KV cache"):
         ours = loss_with_prefix(model)

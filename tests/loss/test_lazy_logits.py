@@ -237,7 +237,7 @@ def test_what_cannot_be_replaced_is_refused():
         use_chunked_loss(net, heads="head")
     with pytest.raises(ValueError, match="choose one of"):
         use_chunked_loss(net, heads=["head"], backend="triton")
-    with pytest.raises(ValueError, match=r'such as heads=\["head"\], or call linear_cross_entropy'):
+    with pytest.raises(ValueError, match=r'as in heads=\["head"\], or call linear_cross_entropy'):
         use_chunked_loss(net)
     undo = use_chunked_loss(net, heads=["head"])
     with pytest.raises(ValueError, match="call the undo of the first"):

@@ -143,7 +143,7 @@ def test_one_callback_serves_two_fits(tmp_path):
 
 
 def test_a_module_without_a_known_head_is_refused_at_setup(tmp_path):
-    with pytest.raises(ValueError, match=r'such as heads=\["head"\]'):
+    with pytest.raises(ValueError, match=r'as in heads=\["head"\]'):
         fit(Tagger(), tmp_path, ChunkedLoss())
 
 

@@ -1,7 +1,7 @@
 """The terms of a loss: their divisors, their values, and where their gradients can be scaled."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -149,6 +149,7 @@ class LossTerms:
             have the same share.
         by_column: the terms if each column of a vector of quotients is one; None if the loss has no such vector,
             or if they were not read.
+        loss: what they were read from. Before torch 2.13 the node of a function in Python does not outlive its result.
     """
 
     terms: tuple[LossTerm, ...] = ()
@@ -156,6 +157,7 @@ class LossTerms:
     opaque: str = ""
     is_crossed: bool = False
     by_column: "LossTerms | None" = None
+    loss: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 def collapsed(terms: Sequence[LossTerm], branch: str) -> LossTerm:

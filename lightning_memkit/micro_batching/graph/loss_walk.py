@@ -41,7 +41,7 @@ from lightning_memkit.micro_batching.graph.walk_rules import RULES, branched, br
 
 
 def terms_of(loss: Tensor, *, by_column: bool = False) -> LossTerms:
-    """Read the terms of a loss from its graph; nothing is computed, and only the terms' nodes are kept.
+    """Read the terms of a loss from its graph; nothing is computed, and the loss is kept, with its nodes.
 
     Args:
         loss: a scalar with a graph.
@@ -82,6 +82,7 @@ def _walked(loss: Tensor, by_column: bool) -> LossTerms:
         curved=next((term.curved for term in lone if term.curved), ""),
         opaque=next((term.opaque for term in lone if term.opaque), ""),
         is_crossed=any(node in passed for term in found for node in term.nodes),
+        loss=loss,
     )
 
 
