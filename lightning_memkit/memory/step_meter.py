@@ -129,8 +129,11 @@ class StepMeter(TemporariesMeter):
 
     def _say_what_followed(self) -> None:
         """What was taken for a further forward after the last backward belongs to the optimizer's step."""
-        last = max((record.born for record in self.records if record.phase == "backward"), default=None)
-        for record in self.records if last is not None else ():
+        backward = [record.born for record in self.records if record.phase == "backward"]
+        if not backward:
+            return
+        last = max(backward)
+        for record in self.records:
             if record.phase == "forward" and record.born > last:
                 record.phase = "optimizer"
 
