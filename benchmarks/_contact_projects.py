@@ -103,16 +103,11 @@ _LIGHTNING = "/lightning/pytorch/"  # a warning of Lightning's own begins with i
 _BAR = "\u2501"  # of Lightning's bar, whose length depends on its times
 _CORPUS = "".join(f'{{"text": "document {i} says a word or two"}}\n' for i in range(256))
 
-# What memkit prints in a run, beside warnings: each begins with one of these.
+# What memkit prints in these projects: each line begins with one of these.
 KINDS = {
-    "the budget": r"MemoryBudget: ",
-    "the corpus": r"vocabulary: |(train|validation|test|predict): ",
+    "the budget": r"MemoryBudget: micro-batch ",
+    "the corpus": r"(vocabulary|train|validation|test|predict): ",
     "packed attention": r"PackedDataModule: ",
-    "what a plan chose": r"memkit: ",
-    "a step, while it trains": r"step \d",
-    "the last screen": r"(Peak|Memory|  )",
-    "where the report is": r"memory report: ",
-    "a retry": r"MemoryBudget: out of memory",
 }
 
 

@@ -93,7 +93,7 @@ class CompiledSubject(Subject):
 
 
 def run(options: Options) -> Report:
-    """All policies on all models, in about half an hour; `--quick`: few pairs of the Llama, few policies of others."""
+    """All policies on all models, in about half an hour; `--quick`: few pairs of the Llama, one policy of others."""
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
     figures: dict[str, float | int | bool] = {"bitwise": True}

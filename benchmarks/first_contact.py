@@ -2,7 +2,7 @@
 
 `lines_changed_max`: of three projects (a LightningModule, a transformers model on a JSONL, a LightningCLI project) the
 one that changes most lines to train within a budget. `lines_printed_fit`: the most lines that memkit adds to the
-terminal of one of them; each is of one of eight kinds. `last_screen_lines`: what `memkit fit` with `MemoryReport`
+terminal of one of them; each is of one of three kinds. `last_screen_lines`: what `memkit fit` with `MemoryReport`
 shows at the end, on 80 columns. `mistakes_named` of `mistakes` are refused before the first step in at most three
 lines of 120 columns that have the value and what to do, and leave nothing behind. `import_prints`: lines printed by
 imports.

@@ -33,7 +33,7 @@ class Options:
     """What the command line says to a benchmark.
 
     Args:
-        quick: A smaller run with the same figures, in under five minutes.
+        quick: A smaller run with the same figures, in minutes.
         seed: Seeds the data, the models and the order of the pairs.
         only: The one case to run, of benchmarks that have named ones; nothing is written down then.
         size: The one micro-batch size to run, likewise.

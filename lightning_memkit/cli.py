@@ -171,7 +171,9 @@ def _short(error: Exception) -> str:
     package = Path(__file__).parent
     if type(error).__module__.partition(".")[0] == package.name:
         return f"memkit: error: {name}: {error}"
-    if isinstance(error, (ValueError, TypeError)) and Path(place.filename).is_relative_to(package):
+    if isinstance(error, (ValueError, TypeError, FileNotFoundError)) and Path(place.filename).is_relative_to(
+        package
+    ):
         return f"memkit: error: {error}"
     return (
         f"memkit: error: {name}: {error}\n"

@@ -289,7 +289,10 @@ def test_a_checkpoint_that_is_not_there_or_cut_off_is_refused_before_anything_is
         torch.save({"state_dict": {}, "filler": torch.zeros(1000)}, path)
     cut_off.write_bytes(cut_off.read_bytes()[:900])
     for name, printed in (
-        ("lost.ckpt", "ckpt_path='lost.ckpt' is not there; the newest other one beside it is whole.ckpt."),
+        (
+            "lost.ckpt",
+            "is not there: give the path of a checkpoint; the newest other one beside it is whole.ckpt.",
+        ),
         ("cut_off.ckpt", "was cut off after 900 bytes; the newest other one beside it is whole.ckpt."),
     ):
         code, built = memkit("fit", "--ckpt_path", name)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks._contact_messages import Told, changed, told
 from benchmarks._contact_mistakes import JOB, MISTAKES, Mistake, callbacks, one
-from benchmarks._contact_projects import KINDS, PROJECTS, kind_of, ours
+from benchmarks._contact_projects import PROJECTS, kind_of, ours
 
 BUDGET = Mistake("a budget in words", ("lots", "GiB"), changes=callbacks(one("MemoryBudget", budget="lots")))
 GOOD = Told(code=2, message="memkit: error: budget='lots': write 24GiB", lines=1, left=[], stepped=False)
@@ -35,7 +35,7 @@ def test_a_mistake_is_made_and_a_run_without_one_is_told() -> None:
 
 def test_mistakes_are_forty_at_least_and_each_is_another() -> None:
     assert len({mistake.what for mistake in MISTAKES}) == len(MISTAKES) >= 40
-    assert all(mistake.names for mistake in MISTAKES)
+    assert all(len(mistake.names) >= 2 for mistake in MISTAKES)
 
 
 def test_a_change_leaves_the_config_as_it_was() -> None:
@@ -53,4 +53,4 @@ def test_lines_that_differ_by_numbers_are_not_ours() -> None:
     assert added == ["MemoryBudget: micro-batch 4"]
     assert kind_of(added[0]) == "the budget"
     assert kind_of("Whatever else") is None
-    assert len(KINDS) <= 8
+    assert kind_of("  indented") is None

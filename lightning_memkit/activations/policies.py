@@ -13,7 +13,7 @@ from lightning_memkit.memory.units import parse_bytes, parse_fraction
 _T = TypeVar("_T")
 
 POLICIES = (
-    '"full", "every:k" (of the blocks every k-th), "selective" or "selective:attention,matmul/2" (operators to save), '
+    '"full", "every:k" (every k-th block), "selective" or "selective:attention,matmul/2" (operators to save), '
     '"budget:0.5" or "budget:2GiB" (of saved activations), "auto:22GiB" (of a step), "compile:0.5" (blocks compiled)'
 )
 _GROUPS: dict[str, Callable[[str], bool]] = {"attention": is_attention, "matmul": is_matmul}

@@ -241,7 +241,7 @@ def _message(leak: Leak | None, model: nn.Module) -> str:
             f"Packed documents see each other on another rank, whose error names the place. {_remedy(model)}"
         )
     row, begin, end = leak.document
-    share = f", {leak.share:.2g} times as much as these" if leak.share else ""
+    share = f", {leak.share:.2g} times as much as those" if leak.share else ""
     return (
         f"Packed documents see each other: tokens {begin} to {end - 1} of row {row} change with other "
         f"documents{share}. First seen in {leak.where}. {_remedy(model)}"

@@ -125,7 +125,7 @@ def why_full(error: BaseException | None, target: Path) -> tuple[int, str] | Non
         space = shutil.disk_usage(target.parent)
         left = f"; {format_bytes(space.free)} of {format_bytes(space.total)} are free there"
     return number, (
-        f"{target} could not be written: {what}{left}. Nothing of it is left, and an older checkpoint of that name "
+        f"{target} could not be written: {what}{left}. No part of it is left, and an older checkpoint of that name "
         f"stays: there has to be room for both. {remedy}"
     )
 

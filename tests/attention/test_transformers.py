@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_memkit.attention import hugging_face
 from lightning_memkit.attention.adapters import use_packed_attention
+from lightning_memkit.attention.positions import cache_given
 from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -278,3 +279,9 @@ def test_twice_is_refused_and_nothing_to_switch_is_reported():
         use_packed_attention(model)
     with pytest.warns(NoEffectWarning, match="No model of transformers is in Linear"):
         use_packed_attention(nn.Linear(1, 1))()
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_is_known_by_both_of_its_names(name):
+    assert cache_given({name: object(), "input_ids": None})
+    assert not cache_given({name: None})

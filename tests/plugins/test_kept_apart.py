@@ -37,6 +37,15 @@ class Language(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Plain(LightningModule):
+    """No model of transformers."""
+
+    batches = 0
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+
 class Untold(Language):
     """Its model hears nothing of documents."""
 
@@ -96,6 +105,19 @@ def test_a_fit_that_fails_leaves_the_model_as_it_was() -> None:
         trainer(max_steps=2).fit(module, datamodule=data())
     assert attention_of(module) == own
     assert not module.model._forward_pre_hooks
+
+
+def test_what_is_tested_later_may_have_packed_attention_already_or_need_none() -> None:
+    """The data module remembers that a fit needed it; the next module may be another."""
+    given, module = data(), Language()
+    trainer(max_steps=1).fit(module, datamodule=given)
+    undo = use_packed_attention(module)
+    trainer().test(module, datamodule=given, verbose=False)
+    assert attention_of(module).startswith("memkit")
+    undo()
+    other = Plain()
+    trainer().test(other, datamodule=given, verbose=False)
+    assert other.batches > 0
 
 
 def test_whoever_asks_not_to_be_probed_is_left_alone() -> None:

@@ -70,7 +70,7 @@ def _why_unreadable(line: bytes, error: ValueError) -> str:
         )
     if not line.endswith(b"\n"):
         return f"is not JSON, and the file ends there: it was cut off ({error}); leave the line out"
-    return f"is not JSON: {error}"
+    return f"is not JSON: {error}; correct the line, or leave it out"
 
 
 class Texts(Source):

@@ -47,7 +47,9 @@ def _refuse_unreadable(path: Path) -> None:
     """Refuse a path where nothing is, and a file that torch can't read since it was cut off; costs its last bytes."""
     recover(path)
     if not path.exists():
-        raise FileNotFoundError(f"ckpt_path={str(path)!r} is not there{_newest(path)}.")
+        raise FileNotFoundError(
+            f"ckpt_path={str(path)!r} is not there: give the path of a checkpoint{_newest(path)}."
+        )
     if path.is_file() and _was_cut_off(path):
         size = f"{path.stat().st_size:,} bytes"
         raise CheckpointError(

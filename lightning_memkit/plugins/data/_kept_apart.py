@@ -27,23 +27,23 @@ class KeptApart(ContaminationProbe):
         self._undo: Undo | None = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Undo."""
+        """Give the models their own attention again."""
         self.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo."""
+        """The same, after an error."""
         self.end()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Packed attention for an evaluation by itself, too."""
+        """Packed attention for an evaluation after the fit, too."""
         self._for_evaluation(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same."""
+        """As `on_validation_start`."""
         self._for_evaluation(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same."""
+        """As `on_validation_start`."""
         self._for_evaluation(trainer, pl_module)
 
     def end(self) -> None:
@@ -54,17 +54,13 @@ class KeptApart(ContaminationProbe):
 
     def _for_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.needed and self._undo is None and trainer.state.fn != TrainerFn.FITTING:
-            self._undo = use_packed_attention(pl_module)
+            self._undo = _switched(pl_module)
 
     def _probed(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch) -> bool:
         try:
             return super()._probed(trainer, pl_module, batch)
         except ContaminationError:
-            theirs = sorted({type(one).__name__ for one in outermost_models(pl_module)})
-            try:
-                self._undo = use_packed_attention(pl_module) if theirs else None
-            except ValueError:  # it can't be replaced, or the user has done so
-                self._undo = None
+            self._undo = _switched(pl_module)
             if self._undo is None:
                 raise
         try:
@@ -73,8 +69,17 @@ class KeptApart(ContaminationProbe):
             self.end()
             raise
         self.needed = True
+        theirs = sorted({type(one).__name__ for one in outermost_models(pl_module)})
         rank_zero_info(
             f"PackedDataModule: {', '.join(theirs)} uses packed_attention in this fit, since documents of a row saw "
-            "each other (use_packed_attention(model) says so for good)."
+            "each other; use_packed_attention(model) keeps it so afterwards, too."
         )
         return answer
+
+
+def _switched(module: LightningModule) -> Undo | None:
+    """Give models of transformers packed attention: the undo, or None if there are none that can take it."""
+    try:
+        return use_packed_attention(module) if outermost_models(module) else None
+    except ValueError:  # an attention that can't be replaced, or that the user has replaced
+        return None
