@@ -76,6 +76,18 @@ def callbacks_of(trainer: Trainer) -> list[Any]:
     return vars(trainer)["callbacks"]
 
 
+def refuse_twin(trainer: Trainer, callback: object) -> None:
+    """Refuse a second callback of the same class, which would do the same again.
+
+    Raises:
+        ValueError: there is one.
+    """
+    count = sum(type(one) is type(callback) for one in callbacks_of(trainer))
+    if count > 1:
+        name = type(callback).__name__
+        raise ValueError(f"The Trainer has {count} {name} callbacks, and takes one: remove the other {name}(...).")
+
+
 def budgets_among(callbacks: Iterable[object]) -> list[BatchBudget]:
     """The callbacks that run batches in micro-batches."""
     return [one for one in callbacks if splits_batches(one)]

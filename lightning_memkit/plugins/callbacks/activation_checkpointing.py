@@ -10,6 +10,7 @@ from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.checkpointing import Checkpointed, checkpoint_modules
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.activations.policies import parse_policy
+from lightning_memkit.plugins.asked import refuse_twin
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -67,6 +68,7 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Patch a model that exists already, so that later hooks (such as a trial) see it patched."""
+        refuse_twin(trainer, self)
         if stage == "fit" and not is_overridden("configure_model", pl_module):
             self._patch(trainer, pl_module)
 

@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.optim.offload import StateOffload, offload_of, offload_states
+from lightning_memkit.plugins.asked import refuse_twin
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins.seams.strategy import keep_states_in_place
 
@@ -53,7 +54,8 @@ class OptimizerOffload(LeavesRunBehind, Callback):
         return f"OptimizerOffload(bucket_bytes={self.bucket_bytes!r}, pin_memory={self.pin_memory!r})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies that offload states themselves."""
+        """Refuse strategies that offload states themselves, and a second callback."""
+        refuse_twin(trainer, self)
         for kind, instead in _OWN_OFFLOAD.items():
             if stage == "fit" and isinstance(trainer.strategy, kind):
                 raise ValueError(

@@ -18,7 +18,7 @@ from lightning_memkit.memory.origins import Place, places
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import parse_bytes
-from lightning_memkit.plugins.asked import budget_of
+from lightning_memkit.plugins.asked import budget_of, refuse_twin
 from lightning_memkit.plugins.memory_report._facts import device_bytes, facts
 from lightning_memkit.plugins.memory_report._files import ReportFiles
 from lightning_memkit.plugins.memory_report._foresight import Foresight
@@ -139,6 +139,7 @@ class MemoryReport(LeavesRunBehind, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what the process holds besides tensors, and start timing the waits for data."""
+        refuse_twin(trainer, self)
         self._give_back()
         self.report, self.failed, self.findings, self._batches = None, None, (), 0
         self._outer = places()
@@ -146,10 +147,9 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._foresight = Foresight(predict=self.predict, advise=self.advise)
         self._process_bytes = bytes_beside(pl_module)
         self._waited, undo = loaders.time_data_waits(trainer)
-        self._in_bar = {}
+        self._in_bar, self._rates = {}, Rates()
         self._files = ReportFiles(trainer, self.path, self._printer)
         self._undo += [undo, show_in_bar(trainer, self._in_bar)]
-        self._rates = Rates()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
