@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -181,15 +181,20 @@ def self_ratio_is_void(ratio: Ratio) -> bool:
     return abs(ratio.median - 1) > SELF_RATIO_TOLERANCE
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """Let torch use one thread within it: two on a machine of two cores meet every other process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    return threads(1)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads within it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def keep_freed_memory() -> None:

@@ -1,7 +1,8 @@
 """Time and bytes of a compensated bfloat16 AdamW step beside torch's float32 fused AdamW and other optimizers.
 
 Every row is a ratio to torch's fused AdamW on float32 weights; those of journaled steps are to the same step without
-a journal. The gradients stay the same from step to step, and zero_grad is not timed. One CPU thread.
+a journal. The gradients stay the same from step to step, and zero_grad is not timed. Two CPU threads where there are
+two cores; what a step costs its host, and journaled steps, are of one.
 
 What a step costs its host is measured on parameters of 16 elements, of which the arithmetic takes nothing:
 `host_ms_201` for 201 of them, `host_us_per_parameter` for each of the next 201, `host_ratio_to_torch` for 201 over
@@ -10,6 +11,7 @@ backward, in buckets of 1 MiB, each of which takes `host_us_a_bucket_release`. `
 CPU a step draws the noise that rounds its states, whatever it steps; on a GPU the kernel draws it.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +33,7 @@ from benchmarks.harness import (
     one_thread,
     paired_ratio,
     self_ratio_is_void,
+    threads,
 )
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.gradient_release import BUNDLE_BYTES
@@ -40,6 +43,7 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 LEARNING_RATE = 1e-3
 FULL_SHAPES = [(1024, 3072)] * 16 + [(3072,)] * 16  # 50.4 million parameters
 QUICK_SHAPES = [(1024, 2048)] * 4 + [(2048,)] * 4  # 8.4 million
+THREADS = 2
 PAIRS_OF_LONG_STEPS = 15
 JOURNALED_SHAPES = {  # 12.6 million each, some times what caches hold
     "layers": [(1024, 3072)] * 4,
@@ -69,11 +73,12 @@ def run(options: Options) -> Report:
     """Time the step on the CPU, our modes and the peers that are installed, each against the base."""
     shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
     figures: dict[str, float | int | bool] = {}
+    cores = min(THREADS, os.cpu_count() or 1)
     notes = [
-        f"{_count(shapes) / 1e6:.1f} million parameters, one thread; states of all rows exist before timing"
+        f"{_count(shapes) / 1e6:.1f} million parameters on {cores} threads; states of all rows exist before timing"
     ]
     rows: list[dict[str, object]] = []
-    with one_thread():
+    with threads(cores):
         base = _fused_fp32(_parameters(shapes, torch.float32, torch.device("cpu"), options.seed))
         same = paired_ratio(base.step, base.step, seed=options.seed)
         rows.append(same.row("torch AdamW fused, fp32, against itself") | _bytes(base))
@@ -88,10 +93,11 @@ def run(options: Options) -> Report:
                     f"cpu_ratio_{FIGURES[label]}_high": ratio.high,
                     f"bytes_per_param_{FIGURES[label]}": _bytes_per_parameter(optimizer),
                 }
-        figures["bytes_per_param_split24_8bit"] = figures.pop("bytes_per_param_8bit_states")
+    figures["bytes_per_param_split24_8bit"] = figures.pop("bytes_per_param_8bit_states")
+    with one_thread():
         figures |= _host_times(options, rows)
         figures |= _journaled_steps(options, rows)
-    figures["parameters"] = _count(shapes)
+    figures["parameters"], figures["threads_of_ratios"] = _count(shapes), cores
     return Report("optimizer_step", figures, rows, void=self_ratio_is_void(same), notes=tuple(notes))
 
 

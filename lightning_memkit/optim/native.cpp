@@ -2,9 +2,11 @@
 // and the whole steps of fused/reference.py.
 //
 // Plain C++ without torch's headers: it builds in seconds, and the loops are written for the compiler's
-// vectoriser. A step widens each block to float32 on the stack, steps it, and narrows it again. Build without contraction (-ffp-contract=off): a fused multiply-add rounds elsewhere than
-// the reference, and Kahan's rest lives from where it rounds.
+// vectoriser. AdamW over bfloat16 moments keeps all of an element in registers; the other steps widen each block to
+// float32 on the stack, step it, and narrow it again. Build without contraction (-ffp-contract=off): a fused
+// multiply-add rounds elsewhere than the reference, and Kahan's rest lives from where it rounds.
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -17,7 +19,7 @@ namespace {
 
 constexpr int64_t TILE = 1 << 16;  // as in stochastic_rounding.py
 constexpr int64_t BLOCK = 128;  // the float32 copies of a block and the next one's lines fit the innermost cache
-constexpr int64_t AHEAD = 2 * BLOCK;
+constexpr int64_t AHEAD = 4 * BLOCK;
 
 enum Mode { NONE = 0, KAHAN = 1, SPLIT = 2, STOCHASTIC = 3, SPLIT24 = 4 };
 enum Rule { ADAMW = 0, SGD = 1, LION = 2 };
@@ -69,8 +71,17 @@ inline uint16_t nearest(float value) {
   return static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : rounded);
 }
 
+inline float wide(uint16_t value) { return float_of(static_cast<uint32_t>(value) << 16); }
+
+inline float wide(float value) { return value; }
+
+inline uint16_t at_random(float value, uint16_t noise) {  // rounded up or down
+  const uint32_t bits = bits_of(value);
+  return static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (bits + noise) >> 16);
+}
+
 void widen(const uint16_t *source, float *out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(source[i]) << 16);
+  for (int64_t i = 0; i < count; ++i) out[i] = wide(source[i]);
 }
 
 void narrow_nearest(const float *source, uint16_t *out, int64_t count) {
@@ -78,11 +89,7 @@ void narrow_nearest(const float *source, uint16_t *out, int64_t count) {
 }
 
 void narrow_stochastic(const float *source, uint16_t *out, int64_t count, const uint16_t *noise, uint16_t key) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = bits_of(source[i]);
-    const uint32_t rounded = (bits + static_cast<uint32_t>(noise[i] ^ key)) >> 16;
-    out[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : rounded);
-  }
+  for (int64_t i = 0; i < count; ++i) out[i] = at_random(source[i], noise[i] ^ key);
 }
 
 uint64_t mixed(uint64_t first, uint64_t second) {  // _mixed(first, second) of stochastic_rounding.py
@@ -120,83 +127,110 @@ template <int mode>
 using Low = std::conditional_t<mode == SPLIT24, int8_t, uint16_t>;  // what is kept beside a bfloat16
 
 template <int mode>
-void load_weight(const uint16_t *weight, const Low<mode> *low, float *out, int64_t count) {
+inline float joined(uint16_t weight, Low<mode> low) {
   if constexpr (mode == KAHAN) {
-    for (int64_t i = 0; i < count; ++i) {
-      const float high = float_of(static_cast<uint32_t>(weight[i]) << 16);
-      const float rest = float_of(static_cast<uint32_t>(low[i]) << 16);
-      const float limit = std::fabs(high) * 0x1p-8f;  // a stale rest of a weight from outside: see kahan.py
-      const float above = rest < -limit ? -limit : rest;
-      out[i] = high + (above > limit ? limit : above);
-    }
-  } else if constexpr (mode == SPLIT) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t high = weight[i];
-      const int32_t rest = static_cast<int16_t>(low[i]);
-      // A zero from outside with a stale negative low half would make a NaN: see split.py.
-      const bool stale = (high & 0x7FFFu) == 0 && rest < 0;
-      out[i] = float_of((high << 16) + static_cast<uint32_t>(stale ? 0 : rest));
-    }
-  } else if constexpr (mode == SPLIT24) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t high = weight[i];
-      const int32_t rest = low[i];
-      const bool stale = (high & 0x7FFFu) == 0 && rest < 0;
-      out[i] = float_of(((high << 8) + static_cast<uint32_t>(stale ? 0 : rest)) << 8);
-    }
+    const float high = wide(weight), rest = wide(low);
+    const float limit = std::fabs(high) * 0x1p-8f;  // a stale rest of a weight from outside: see kahan.py
+    const float above = rest < -limit ? -limit : rest;
+    return high + (above > limit ? limit : above);
+  } else if constexpr (mode == SPLIT || mode == SPLIT24) {
+    constexpr int kept = mode == SPLIT ? 16 : 8;
+    const uint32_t high = weight;
+    const int32_t rest = static_cast<std::make_signed_t<Low<mode>>>(low);
+    // A zero from outside with a stale negative low half would make a NaN: see split.py.
+    const bool stale = (high & 0x7FFFu) == 0 && rest < 0;
+    return float_of(((high << kept) + static_cast<uint32_t>(stale ? 0 : rest)) << (16 - kept));
   } else {
-    widen(weight, out, count);
+    return wide(weight);
   }
+}
+
+template <int mode>
+inline void split_up(float value, uint16_t noise, uint16_t *weight, Low<mode> *low) {
+  const uint32_t bits = bits_of(value);
+  if constexpr (mode == KAHAN) {
+    const uint16_t high = nearest(value);
+    const uint32_t rest = bits_of(value - wide(high));
+    const bool finite = (rest & 0x7F800000u) != 0x7F800000u;
+    *weight = high;
+    *low = static_cast<uint16_t>(finite ? (rest + noise) >> 16 : 0u);
+  } else if constexpr (mode == SPLIT) {
+    *weight = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (bits + 0x8000u) >> 16);
+    *low = static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
+  } else if constexpr (mode == SPLIT24) {
+    const uint32_t kept = (bits + (noise & 0xFFu)) >> 8;
+    *weight = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (kept + 0x80u) >> 8);
+    *low = static_cast<int8_t>(is_nan(bits) ? 0u : kept);
+  } else if constexpr (mode == STOCHASTIC) {
+    *weight = at_random(value, noise);
+  } else {
+    *weight = nearest(value);
+  }
+}
+
+template <int mode>
+constexpr bool keeps_low = mode == KAHAN || mode == SPLIT || mode == SPLIT24;
+
+template <int mode>
+constexpr bool needs_noise = mode == KAHAN || mode == SPLIT24 || mode == STOCHASTIC;
+
+template <int mode>
+void load_weight(const uint16_t *weight, const Low<mode> *low, float *out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = joined<mode>(weight[i], keeps_low<mode> ? low[i] : Low<mode>());
 }
 
 template <int mode>
 void store_weight(const float *source, uint16_t *weight, Low<mode> *low, int64_t count, const Noise &noise,
                   int64_t offset) {
-  if constexpr (mode == KAHAN) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint16_t high = nearest(source[i]);
-      const float rest = source[i] - float_of(static_cast<uint32_t>(high) << 16);
-      const uint32_t bits = bits_of(rest);
-      const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
-      const uint32_t rounded = (bits + static_cast<uint32_t>(noise.start[offset + i] ^ noise.key)) >> 16;
-      weight[i] = high;
-      low[i] = static_cast<uint16_t>(finite ? rounded : 0u);
-    }
-  } else if constexpr (mode == SPLIT) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = bits_of(source[i]);
-      weight[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (bits + 0x8000u) >> 16);
-      low[i] = static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
-    }
-  } else if constexpr (mode == SPLIT24) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = bits_of(source[i]);
-      const uint32_t kept = (bits + static_cast<uint32_t>((noise.start[offset + i] ^ noise.key) & 0xFF)) >> 8;
-      weight[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (kept + 0x80u) >> 8);
-      low[i] = static_cast<int8_t>(is_nan(bits) ? 0u : kept);
-    }
-  } else if constexpr (mode == STOCHASTIC) {
-    narrow_stochastic(source, weight, count, noise.start + offset, noise.key);
-  } else {
-    narrow_nearest(source, weight, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t drawn = needs_noise<mode> ? noise.start[offset + i] ^ noise.key : 0;
+    split_up<mode>(source[i], drawn, weight + i, keeps_low<mode> ? low + i : nullptr);
   }
 }
 
-void step_adamw(const Job &job, float *weight, float *gradient, float *first, float *second, int64_t count) {
-  const float *n = job.numbers;
-  const float shrink = n[0], decay = n[1], keep1 = n[2], beta2 = n[3], keep2 = n[4];
-  const float root_correction = n[5], eps = n[6], minus_step_size = n[7];
-  if (job.flags & DECOUPLED) {
-    for (int64_t i = 0; i < count; ++i) weight[i] *= shrink;
-  } else if (decay != 0.0f) {
-    for (int64_t i = 0; i < count; ++i) gradient[i] += decay * weight[i];
+// Calls act with the value as a type: tests of it within a loop cost up to a quarter of a step.
+template <typename Act>
+void with_constant(bool value, const Act &act) {
+  value ? act(std::true_type()) : act(std::false_type());
+}
+
+template <bool decays>
+struct AdamW {
+  uint32_t flip;
+  float shrink, decay, keep1, beta2, keep2, root_correction, eps, minus_step_size;
+  explicit AdamW(const Job &job)
+      : flip(job.flags & MAXIMIZE ? 0x80000000u : 0u),
+        shrink(job.flags & DECOUPLED ? job.numbers[0] : 1.0f),
+        decay(job.numbers[1]),
+        keep1(job.numbers[2]),
+        beta2(job.numbers[3]),
+        keep2(job.numbers[4]),
+        root_correction(job.numbers[5]),
+        eps(job.numbers[6]),
+        minus_step_size(job.numbers[7]) {}
+
+  inline void step(float *weight, float gradient, float *first, float *second) const {
+    gradient = float_of(bits_of(gradient) ^ flip);
+    *weight *= shrink;
+    if constexpr (decays) gradient += decay * *weight;  // without decay an infinite weight stays infinite
+    *first += keep1 * (gradient - *first);
+    *second = *second * beta2 + keep2 * gradient * gradient;
+    const float denominator = std::sqrt(*second) / root_correction + eps;
+    *weight += minus_step_size * *first / denominator;
   }
-  for (int64_t i = 0; i < count; ++i) {
-    first[i] += keep1 * (gradient[i] - first[i]);
-    second[i] = second[i] * beta2 + keep2 * gradient[i] * gradient[i];
-    const float denominator = std::sqrt(second[i]) / root_correction + eps;
-    weight[i] += minus_step_size * first[i] / denominator;
-  }
+};
+
+// Calls act with the rule, and the gradient as what it is.
+template <typename Act>
+void with_adamw(const Job &job, const Operand &o, const Act &act) {
+  with_constant(!(job.flags & DECOUPLED) && job.numbers[1] != 0.0f, [&](auto decays) {
+    const AdamW<decays> rule(job);
+    if (o.gradient_is_float) {
+      act(rule, static_cast<const float *>(o.gradient));
+    } else {
+      act(rule, static_cast<const uint16_t *>(o.gradient));
+    }
+  });
 }
 
 void step_sgd(const Job &job, float *weight, float *gradient, float *first, int64_t count) {
@@ -233,13 +267,11 @@ void step_lion(const Job &job, float *weight, const float *gradient, float *firs
 }
 
 template <int rule>
-void step_rule(const Job &job, float *weight, float *gradient, float *first, float *second, int64_t count) {
+void step_rule(const Job &job, float *weight, float *gradient, float *first, int64_t count) {
   if (job.flags & MAXIMIZE) {
     for (int64_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
   }
-  if constexpr (rule == ADAMW) {
-    step_adamw(job, weight, gradient, first, second, count);
-  } else if constexpr (rule == SGD) {
+  if constexpr (rule == SGD) {
     step_sgd(job, weight, gradient, first, count);
   } else {
     step_lion(job, weight, gradient, first, count);
@@ -265,14 +297,63 @@ struct Span {  // what a run of the whole parameter has in common with the `coun
   }
 };
 
+// One loop from memory to memory: moments are bfloat16, or float32 that are rounded elsewhere.
+template <int mode, bool first_at_random, typename Rule, typename Gradient, typename Moment>
+void adamw_block(const Rule &rule, uint16_t *__restrict weight_at, Low<mode> *__restrict low_at,
+                 const Gradient *__restrict gradient_at, Moment *__restrict first_at, Moment *__restrict second_at,
+                 Noise weight_noise, Noise first_noise, Noise second_noise, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    float weight = joined<mode>(weight_at[i], keeps_low<mode> ? low_at[i] : Low<mode>());
+    float first = wide(first_at[i]), second = wide(second_at[i]);
+    rule.step(&weight, wide(gradient_at[i]), &first, &second);
+    if constexpr (std::is_same_v<Moment, float>) {
+      first_at[i] = first, second_at[i] = second;
+    } else {
+      second_at[i] = at_random(second, second_noise.start[i] ^ second_noise.key);
+      first_at[i] = first_at_random ? at_random(first, first_noise.start[i] ^ first_noise.key) : nearest(first);
+    }
+    uint16_t high;
+    Low<mode> low;
+    split_up<mode>(weight, needs_noise<mode> ? weight_noise.start[i] ^ weight_noise.key : 0, &high, &low);
+    weight_at[i] = high;
+    if constexpr (keeps_low<mode>) low_at[i] = low;
+  }
+}
+
+template <int mode>
+void adamw_run(const Job &job, const Piece &piece) {
+  const Operand &o = *piece.operand;
+  const Span span(o.start, o.count, piece.run);
+  Noise of_weight(job.tile, o.weight_stream, piece.run);
+  Noise of_first(job.tile, o.first_stream, piece.run), of_second(job.tile, o.second_stream, piece.run);
+  for (Noise *noise : {&of_weight, &of_first, &of_second}) noise->start += span.in_run;
+  with_constant(job.flags & FIRST_IS_STOCHASTIC, [&](auto first_at_random) {
+    with_adamw(job, o, [&](const auto &rule, const auto *gradient) {
+      for (int64_t start = span.begin; start < span.end; start += BLOCK) {
+        const int64_t count = start + BLOCK < span.end ? BLOCK : span.end - start;
+        auto *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
+        auto *first = static_cast<uint16_t *>(o.first) + start, *second = static_cast<uint16_t *>(o.second) + start;
+        const int64_t left = o.count - start - AHEAD, ahead = left < BLOCK ? left : BLOCK;
+        prefetch(o.weight + start + AHEAD, ahead);
+        if constexpr (keeps_low<mode>) prefetch(low + AHEAD, ahead);
+        prefetch(gradient + start + AHEAD, ahead);
+        prefetch(first + AHEAD, ahead);
+        prefetch(second + AHEAD, ahead);
+        adamw_block<mode, first_at_random>(rule, o.weight + start, low, gradient + start, first, second, of_weight,
+                                           of_first, of_second, count);
+        for (Noise *noise : {&of_weight, &of_first, &of_second}) noise->start += count;
+      }
+    });
+  });
+}
+
 template <int rule, int mode>
 void step_run(const Job &job, const Piece &piece) {
-  alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
+  alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK];
   const Operand &o = *piece.operand;
   const Span span(o.start, o.count, piece.run);
   const Noise weight_noise(job.tile, o.weight_stream, piece.run);
   const Noise first_noise(job.tile, o.first_stream, piece.run);
-  const Noise second_noise(job.tile, o.second_stream, piece.run);
   for (int64_t start = span.begin; start < span.end; start += BLOCK) {
     const int64_t count = start + BLOCK < span.end ? BLOCK : span.end - start;
     const int64_t offset = span.in_run + start - span.begin;
@@ -283,17 +364,11 @@ void step_run(const Job &job, const Piece &piece) {
     if (low != nullptr) prefetch(low + AHEAD, ahead);
     prefetch(static_cast<const uint16_t *>(o.gradient) + (o.gradient_is_float ? 2 * next : next), ahead);
     uint16_t *first_at = o.first == nullptr ? nullptr : static_cast<uint16_t *>(o.first) + start;
-    uint16_t *second_at = o.second == nullptr ? nullptr : static_cast<uint16_t *>(o.second) + start;
     if (first_at != nullptr) prefetch(first_at + AHEAD, ahead);
-    if (second_at != nullptr) prefetch(second_at + AHEAD, ahead);
     load_weight<mode>(o.weight + start, low, weight, count);
     load_gradient(o, start, gradient, count);
     if (first_at != nullptr) widen(first_at, first, count);
-    if constexpr (rule == ADAMW) widen(second_at, second, count);
-    step_rule<rule>(job, weight, gradient, first_at == nullptr ? nullptr : first, second, count);
-    if constexpr (rule == ADAMW) {
-      narrow_stochastic(second, second_at, count, second_noise.start + offset, second_noise.key);
-    }
+    step_rule<rule>(job, weight, gradient, first_at == nullptr ? nullptr : first, count);
     if (first_at != nullptr) {
       if (job.flags & FIRST_IS_STOCHASTIC) {
         narrow_stochastic(first, first_at, count, first_noise.start + offset, first_noise.key);
@@ -394,54 +469,77 @@ void encode_second(const float *values, uint8_t *codes, uint16_t *scale, int64_t
   }
 }
 
-template <int rule, int mode>
-void step_blocks(const Job &job, const Piece &piece) {
-  alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
-  alignas(64) uint16_t weight_noise[BLOCK], noise[BLOCK];
-  const Operand &o = *piece.operand;
+// Calls act with each block of a run, the place of its first element, and how many it has.
+template <typename Act>
+void each_block(const Operand &o, int64_t run, const Act &act) {
   const int64_t in_row = (o.length + BLOCK - 1) / BLOCK, all = o.count / o.length * in_row;
-  const int64_t begin = piece.run * BLOCKS_A_PIECE;
+  const int64_t begin = run * BLOCKS_A_PIECE;
   const int64_t end = begin + BLOCKS_A_PIECE < all ? begin + BLOCKS_A_PIECE : all;
-  ElementNoise of_weight(job.tile, o.weight_stream);
-  ElementNoise of_first(job.tile, o.first_stream), of_second(job.tile, o.second_stream);
   for (int64_t block = begin; block < end; ++block) {
     const int64_t row = block / in_row, in_block = (block - row * in_row) * BLOCK;
-    const int64_t start = row * o.length + in_block, rest = o.length - in_block;
-    const int64_t count = rest < BLOCK ? rest : BLOCK;
-    const int64_t next = start + AHEAD, left = o.count - next;
-    const int64_t ahead = left < BLOCK ? left : BLOCK;
-    Low<mode> *low = o.low == nullptr ? nullptr : static_cast<Low<mode> *>(o.low) + start;
+    const int64_t rest = o.length - in_block;
+    act(block, row * o.length + in_block, rest < BLOCK ? rest : BLOCK);
+  }
+}
+
+template <int mode>
+void adamw_blocks(const Job &job, const Piece &piece) {
+  alignas(64) float first[BLOCK], second[BLOCK];
+  alignas(64) uint16_t noise[BLOCK];
+  const Operand &o = *piece.operand;
+  ElementNoise of_weight(job.tile, o.weight_stream);
+  ElementNoise of_first(job.tile, o.first_stream), of_second(job.tile, o.second_stream);
+  with_adamw(job, o, [&](const auto &rule, const auto *gradient) {
+    each_block(o, piece.run, [&](int64_t block, int64_t start, int64_t count) {
+      auto *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
+      auto *first_at = static_cast<int8_t *>(o.first) + start;
+      auto *second_at = static_cast<uint8_t *>(o.second) + start;
+      const int64_t left = o.count - start - AHEAD, ahead = left < BLOCK ? left : BLOCK;
+      prefetch(o.weight + start + AHEAD, ahead);
+      if constexpr (keeps_low<mode>) prefetch(low + AHEAD, ahead);
+      prefetch(gradient + start + AHEAD, ahead);
+      prefetch(first_at + AHEAD, ahead);
+      prefetch(second_at + AHEAD, ahead);
+      decode_first(first_at, o.first_scales[block], first, count);
+      decode_second(second_at, o.second_scales[block], second, count);
+      of_weight.fill(noise, o.start + start, count);
+      const Noise drawn(noise);
+      adamw_block<mode, true>(rule, o.weight + start, low, gradient + start, first, second, drawn, drawn, drawn, count);
+      of_second.fill(noise, o.start + start, count);
+      encode_second(second, second_at, o.second_scales + block, count, noise);
+      of_first.fill(noise, o.start + start, count);
+      encode_first(first, first_at, o.first_scales + block, count, noise);
+    });
+  });
+}
+
+template <int rule, int mode>
+void step_blocks(const Job &job, const Piece &piece) {
+  alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK];
+  alignas(64) uint16_t noise[BLOCK];
+  const Operand &o = *piece.operand;
+  ElementNoise of_weight(job.tile, o.weight_stream), of_first(job.tile, o.first_stream);
+  each_block(o, piece.run, [&](int64_t block, int64_t start, int64_t count) {
+    Low<mode> *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
     int8_t *first_at = static_cast<int8_t *>(o.first) + start;
-    prefetch(o.weight + next, ahead);
-    if (low != nullptr) prefetch(low + AHEAD, ahead);
-    prefetch(static_cast<const uint16_t *>(o.gradient) + (o.gradient_is_float ? 2 * next : next), ahead);
-    prefetch(first_at + AHEAD, ahead);
     load_weight<mode>(o.weight + start, low, weight, count);
     load_gradient(o, start, gradient, count);
     decode_first(first_at, o.first_scales[block], first, count);
-    if constexpr (rule == ADAMW) {
-      uint8_t *second_at = static_cast<uint8_t *>(o.second) + start;
-      prefetch(second_at + AHEAD, ahead);
-      decode_second(second_at, o.second_scales[block], second, count);
-      step_rule<rule>(job, weight, gradient, first, second, count);
-      of_second.fill(noise, o.start + start, count);
-      encode_second(second, second_at, o.second_scales + block, count, noise);
-    } else {
-      step_rule<rule>(job, weight, gradient, first, nullptr, count);
-    }
+    step_rule<rule>(job, weight, gradient, first, count);
     of_first.fill(noise, o.start + start, count);
     encode_first(first, first_at, o.first_scales + block, count, noise);
-    of_weight.fill(weight_noise, o.start + start, count);
-    store_weight<mode>(weight, o.weight + start, low, count, Noise(weight_noise), 0);
-  }
+    of_weight.fill(noise, o.start + start, count);
+    store_weight<mode>(weight, o.weight + start, low, count, Noise(noise), 0);
+  });
 }
 
 template <int rule, int mode>
 void step_piece(const Job &job, const Piece &piece) {
-  if (piece.operand->length > 0) {
-    step_blocks<rule, mode>(job, piece);
+  const bool has_codes = piece.operand->length > 0;
+  if constexpr (rule == ADAMW) {
+    has_codes ? adamw_blocks<mode>(job, piece) : adamw_run<mode>(job, piece);
   } else {
-    step_run<rule, mode>(job, piece);
+    has_codes ? step_blocks<rule, mode>(job, piece) : step_run<rule, mode>(job, piece);
   }
 }
 
@@ -478,6 +576,23 @@ void narrow_all(const float *source, uint16_t *high, void *low, const Noise &noi
   store_weight<mode>(source + span.begin, high + span.begin, rest, span.end - span.begin, noise, span.in_run);
 }
 
+// GOMP_parallel of the OpenMP that runs torch's operators: its threads wait actively for their next task for some
+// milliseconds, and other threads would get a part of their cores only.
+using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+std::atomic<Parallel> parallel{nullptr};
+
+template <typename Share>
+struct Team {
+  const Share &share;
+  int64_t workers;
+  std::atomic<int64_t> next{0};
+
+  static void run(void *team) {  // by every thread of it, of which there may be fewer than shares
+    auto &self = *static_cast<Team *>(team);
+    for (int64_t worker; (worker = self.next.fetch_add(1)) < self.workers;) self.share(worker);
+  }
+};
+
 // Calls work(index) for every index below count, in contiguous shares, one a thread.
 template <typename Work>
 void in_threads(int64_t count, int threads, const Work &work) {
@@ -485,18 +600,22 @@ void in_threads(int64_t count, int threads, const Work &work) {
   const auto share = [&](int64_t worker) {
     for (int64_t i = count * worker / workers; i < count * (worker + 1) / workers; ++i) work(i);
   };
+  Team<decltype(share)> team{share, workers};
+  const Parallel of_torch = parallel.load();
+  if (workers > 1 && of_torch != nullptr) return of_torch(team.run, &team, static_cast<unsigned>(workers), 0);
   std::vector<std::thread> others;
-  int64_t started = 1;
   try {
-    for (; started < workers; ++started) others.emplace_back(share, started);
-  } catch (const std::system_error &) {  // no more threads to be had: this one does the rest
+    for (int64_t worker = 1; worker < workers; ++worker) others.emplace_back(team.run, &team);
+  } catch (const std::system_error &) {  // no more threads to be had: these do the rest
   }
-  for (int64_t worker = started; worker < workers; ++worker) share(worker);
-  if (workers > 0) share(0);
+  team.run(&team);
   for (std::thread &other : others) other.join();
 }
 
 }  // namespace
+
+// Steps run on this OpenMP's threads from now on; null: on threads of their own.
+extern "C" void memkit_run_on(Parallel of_torch) { parallel = of_torch; }
 
 // Joins weights and low halves (none, kahan, split or split24) into float32.
 extern "C" void memkit_widen(int mode, const uint16_t *high, const void *low, float *out, int64_t count,

@@ -12,7 +12,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -138,9 +138,22 @@ def _loaded() -> "ctypes.CDLL | str":
     ]  # fmt: skip
     library.memkit_step.argtypes = [number, number, number, pointer, pointer, wide, pointer, number]
     library.memkit_advance.argtypes = [pointer, wide, pointer]
-    for name in ("widen", "narrow", "step", "advance"):
+    library.memkit_run_on.argtypes = [pointer]
+    for name in ("widen", "narrow", "step", "advance", "run_on"):
         getattr(library, f"memkit_{name}").restype = None
+    library.memkit_run_on(_openmp_of_torch())
+    # No thread survives a fork, and OpenMP would wait for its own.
+    os.register_at_fork(after_in_child=partial(library.memkit_run_on, None))
     return library
+
+
+def _openmp_of_torch() -> int | None:
+    """The address of GOMP_parallel as torch's own operators find it; None where torch runs on something else."""
+    try:
+        of_torch = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        return ctypes.cast(of_torch.GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
 
 
 def _built() -> Path:

@@ -85,7 +85,9 @@ def refuse_twin(trainer: Trainer, callback: object) -> None:
     count = sum(type(one) is type(callback) for one in callbacks_of(trainer))
     if count > 1:
         name = type(callback).__name__
-        raise ValueError(f"The Trainer has {count} {name} callbacks, and takes one: remove the other {name}(...).")
+        raise ValueError(
+            f"The Trainer has {count} {name} callbacks, and takes one: remove the other {name}(...)."
+        )
 
 
 def budgets_among(callbacks: Iterable[object]) -> list[BatchBudget]:

@@ -1,6 +1,9 @@
 """The C++ passes give the bits of their plain-torch twins."""
 
+import multiprocessing
 import os
+import sys
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -95,6 +98,39 @@ def test_threads_change_nothing(threads):
     finally:
         torch.set_num_threads(before)
     assert same(back, source)
+
+
+def test_torchs_own_threads_are_found() -> None:
+    """Beside threads that wait actively for torch's next operator, others get a part of a core only."""
+    runs_on_openmp = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+    assert (native._openmp_of_torch() is not None) == (runs_on_openmp and sys.platform == "linux")
+
+
+def test_a_fork_of_a_process_that_used_several_threads_can_use_them_too() -> None:
+    """None of OpenMP's threads survives a fork, and it would wait for them without end."""
+    source, before = patterns(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = rounded_by_kernel(source)
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=send_rounded, args=(source, writer))
+        child.start()
+        assert reader.poll(300)  # a wait without end is what it would be
+        assert reader.recv() == expected.view(torch.int16).tolist()
+    finally:
+        torch.set_num_threads(before)
+        child.kill()
+        child.join()
+
+
+def rounded_by_kernel(source: torch.Tensor) -> torch.Tensor:
+    rounded = torch.empty_like(source, dtype=torch.bfloat16)
+    native.narrow_("none", source, rounded, None, (None, 0, 0))
+    return rounded
+
+
+def send_rounded(source: torch.Tensor, writer: Connection) -> None:
+    writer.send(rounded_by_kernel(source).view(torch.int16).tolist())
 
 
 def test_a_round_trip_through_the_engine_moves_autograds_versions():
