@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_memkit.activations.cuts import hull
 from lightning_memkit.activations.profiling import OperatorCost
 from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
 
 _BINS = 4000
-# For recording one operator; small, so that in a tie a block is left without checkpointing.
-_TAPE_SECONDS = 5e-6
 _EXACT_UP_TO = 160  # operators of a block; above it, candidates are ranked once instead of after every choice
 
 
@@ -49,7 +48,8 @@ def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[O
     found = [everything]
     pinned = frozenset(index for index, op in enumerate(operators) if op.pinned)
     found += _growing(operators, pinned)
-    found += _shrinking(operators, frozenset(i for i, op in enumerate(operators) if any(op.saves)) | pinned)
+    for seconds in _prices(operators):
+        found += [_choice(operators, keep | pinned) for keep in hull(tuple(operators), seconds)]
     if whole and not pinned and _has_queue(operators):
         again = _more_seconds(operators, range(len(operators)), taped=False)
         found.append(OperatorChoice(keep=frozenset(), size_bytes=0, seconds=again, whole=True))
@@ -93,7 +93,8 @@ def choose(fronts: Sequence[Sequence[OperatorChoice]], budget_bytes: int) -> lis
 def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[OperatorChoice]:
     """Start from keeping nothing; each time keep the operator that saves the most time per byte."""
     steps = [_choice(operators, keep)]
-    candidates = {i for i, op in enumerate(operators) if i not in keep}
+    # What was overwritten can't be kept. Where just some of an operator's outputs were, the others can.
+    candidates = {i for i, op in enumerate(operators) if i not in keep and len(_lost(op)) < len(op.sizes)}
     exact = len(operators) <= _EXACT_UP_TO
     by_host = sum(op.host_seconds - op.seconds for op in operators) > 0
     ranked = sorted(
@@ -124,23 +125,6 @@ def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Op
     return steps
 
 
-def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[OperatorChoice]:
-    """Start from what autograd keeps; each time drop the operator that costs the least time per byte."""
-    steps = [_choice(operators, keep)]
-    if len(operators) > _EXACT_UP_TO:
-        return steps
-    while candidates := [index for index in keep if not operators[index].pinned]:
-        now = steps[-1]
-        tried = [(_choice(operators, keep - {index}), index) for index in candidates]
-        choice, index = min(
-            tried,
-            key=lambda pair: (pair[0].seconds - now.seconds) / max(1, now.size_bytes - pair[0].size_bytes),
-        )
-        keep -= {index}
-        steps.append(choice)
-    return steps
-
-
 def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> OperatorChoice:
     needed = _needed(operators, keep)
     held = {
@@ -154,6 +138,21 @@ def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Operator
     )
 
 
+def _prices(operators: Sequence[OperatorCost]) -> list[tuple[float, ...]]:
+    """What making each operator again takes: the device, and beside one the host."""
+    if not _has_queue(operators):
+        return [tuple(operator.seconds + RUNNING_AGAIN_SECONDS for operator in operators)]
+    return [
+        tuple(operator.seconds for operator in operators),
+        tuple(operator.host_seconds + RUNNING_AGAIN_SECONDS for operator in operators),
+    ]
+
+
+def _lost(operator: OperatorCost) -> set[int]:
+    """The positions of outputs that the forward overwrote."""
+    return {position for position, lost in enumerate(operator.lost) if lost}
+
+
 def _has_queue(operators: Sequence[OperatorCost]) -> bool:
     """Whether the operators run on an accelerator, in parallel to its host."""
     return any(op.host_seconds for op in operators)
@@ -163,11 +162,11 @@ def _more_seconds(operators: Sequence[OperatorCost], again: Iterable[int], *, ta
     """The time of the forward and of recomputing `again`, minus that of the plain forward; see `choices`."""
     run_again = [operators[index] for index in again]
     more = sum(op.seconds for op in run_again)
+    taping = len(operators) * RECORDING_SECONDS + len(run_again) * RUNNING_AGAIN_SECONDS if taped else 0.0
     if not _has_queue(operators):
-        return more + len(operators) * _TAPE_SECONDS
+        return more + taping
     device, host = sum(op.seconds for op in operators), sum(op.host_seconds for op in operators)
     launching = sum(op.host_seconds for op in run_again)
-    taping = len(operators) * RECORDING_SECONDS + len(run_again) * RUNNING_AGAIN_SECONDS if taped else 0.0
     return max(device + more, host + launching + taping) - max(device, host)
 
 
@@ -179,5 +178,9 @@ def _needed(operators: Sequence[OperatorCost], keep: frozenset[int]) -> set[int]
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
-            waiting.extend(earlier for earlier, _ in operators[index].inputs if earlier not in keep)
+            waiting.extend(
+                earlier
+                for earlier, position in operators[index].inputs
+                if earlier not in keep or position in _lost(operators[earlier])
+            )
     return needed

@@ -88,6 +88,21 @@ class BudgetPlan:
         """Whether any choice so far recomputes anything."""
         return any(choice.keep is not None for chosen in self._chosen.values() for choice in chosen.values())
 
+    @property
+    def profiles(self) -> list[BlockProfile]:
+        """What the first forward measured, a profile for each call of a block."""
+        return [call for calls in self._profiles.values() for call in calls]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What stays in memory under any choice: the blocks' inputs, and what is saved outside of them."""
+        return self._outside_bytes + sum(call.input_bytes for call in self.profiles)
+
+    @property
+    def choices(self) -> list[OperatorChoice]:
+        """How blocks run by the latest choice, in their order; empty before there is one."""
+        return list(next(reversed(self._chosen.values()), {}).values())
+
     def resize(self, by_bytes: int) -> None:
         """Enlarge or shrink the budget; measurements stay, the choice is repeated."""
         size = self._policy.size_bytes
@@ -195,12 +210,11 @@ class BudgetPlan:
         return self._chosen[scale]
 
     def _choose(self, scale: float) -> dict[int, OperatorChoice]:
-        profiles = self._profiles.values()
-        fixed = self._outside_bytes + sum(call.input_bytes for calls in profiles for call in calls)
-        saved = sum(call.saved_bytes for calls in profiles for call in calls)
+        fixed = self.fixed_bytes
+        saved = sum(call.saved_bytes for call in self.profiles)
         budget = self._policy.bytes_of(fixed + saved) - self._resident_bytes
         if self._policy.whole_step:
-            largest = max((call.saved_bytes for calls in profiles for call in calls), default=0)
+            largest = max((call.saved_bytes for call in self.profiles), default=0)
             budget -= int(scale * (self._outside_bytes + largest))
         budget = int(budget / scale)  # the equivalent for the measured sizes
         # A block that is called several times in a forward has one choice, counted once for every call.

@@ -27,6 +27,7 @@ class OperatorCost:
         saves: which of its outputs autograd saves.
         inputs: what it reads, as (index of an operator, index of its output).
         pinned: it must not run again; its outputs are always kept.
+        lost: which of its outputs the forward overwrote in place, so that they can't be kept; empty for none.
     """
 
     func: Any
@@ -36,6 +37,7 @@ class OperatorCost:
     inputs: tuple[tuple[int, int], ...]
     pinned: bool
     host_seconds: float = 0.0
+    lost: tuple[bool, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -102,6 +104,7 @@ class Profiler:
                         saves=tuple(bool(value.notes) for value in made),
                         inputs=tuple({places[value] for value in operator.inputs if value in places}),
                         pinned=operator.pinned,
+                        lost=tuple(value.find() is None for value in made),
                     )
                 )
         self._clocks.clear()  # they hold device memory

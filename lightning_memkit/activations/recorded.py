@@ -1,7 +1,7 @@
 """What a tape records of a forward: operators, the values they wrote, and the layouts of tensors in them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -137,12 +137,23 @@ class Operator:
         places += [value for name, value in self.kwargs.items() if name in self.kind.written_names]
         return {place.value: place.device for place in _places(places)}
 
+    def allocates(self, out: Tensor) -> None:
+        """Of its inputs it needs no contents, just to allocate such a tensor: from now on it has none."""
+        self.func = torch.ops.aten.empty_strided.default
+        self.args = [tuple(out.size()), tuple(out.stride())]
+        self.kwargs = {"dtype": out.dtype, "device": out.device}
+        self.inputs = []
+
     def given_to(
-        self, use: Callable[[Callable[[], Any]], _T], storages: dict[Value, torch.UntypedStorage]
+        self,
+        use: Callable[[Callable[[], Any]], _T],
+        storages: dict[Value, torch.UntypedStorage],
+        spent: Container[Value] = (),
     ) -> _T:
-        """The result of `use`, which gets a call on these contents; inputs that the operator writes are copied."""
+        """The result of `use`, which gets a call on these contents; inputs that it writes, but `spent`, are copied."""
         for value, device in self.rewritten().items():
-            storages[value] = copied(storages[value], device)
+            if value not in spent:
+                storages[value] = copied(storages[value], device)
         args, kwargs = _filled(self.args, storages), _filled(self.kwargs, storages)
         with (
             torch.set_grad_enabled(self.grad),
@@ -150,17 +161,19 @@ class Operator:
         ):
             return use(lambda: self.func(*args, **kwargs))
 
-    def outputs_of(self, storages: dict[Value, torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Run it on these contents of its inputs; those that it writes to are copied first."""
-        out = self.given_to(lambda run: run(), storages)
+    def outputs_of(
+        self, storages: dict[Value, torch.UntypedStorage], spent: Container[Value] = ()
+    ) -> list[torch.UntypedStorage]:
+        """Run it on these contents of its inputs; those that it writes to, but `spent`, are copied first."""
+        out = self.given_to(lambda run: run(), storages, spent)
         return [tensor.untyped_storage() for tensor in tensors_in(out) if is_plain(tensor)]
 
-    def run(self) -> None:
-        """Run it again on its inputs, which are in memory, and store its outputs."""
+    def run(self, spent: Container[Value] = ()) -> None:
+        """Run it again on its inputs, which are in memory, and store its outputs; it may overwrite `spent`."""
         storages = {value: storage for value in self.inputs if (storage := value.find()) is not None}
         recomputation.begin()
         try:
-            made = self.outputs_of(storages)
+            made = self.outputs_of(storages, spent)
         finally:
             recomputation.end()
         for value, storage in zip(self.outputs, made, strict=True):

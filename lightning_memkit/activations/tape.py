@@ -111,6 +111,8 @@ class Tape(TorchDispatchMode):
         for key, tensor in written.items():
             self._before_write(self._values[key], tensor.device)
         out = func(*args, **(kwargs or {}))
+        if kind.unfilled and is_plain(out):
+            operator.allocates(out)
         if not all(map(is_plain, tensors_in((args, *(kwargs or {}).values(), out)))):
             operator.pinned = True  # a sparse tensor is known by reference only, and may have changed by then
         self._after(operator, out, written)
@@ -229,8 +231,13 @@ class Tape(TorchDispatchMode):
         keep = self._waited_for | wanted
         with _below_autograd(batch, self._default_dtype):
             for operator in batch:
-                operator.run()
                 readers.subtract(set(operator.inputs))
+                spent = [
+                    value for value in operator.rewritten() if readers[value] <= 0 and _is_spare(value, keep)
+                ]
+                operator.run(spent)
+                for value in spent:
+                    value.forget()
                 for value in {*operator.made(), *operator.inputs} - keep:
                     if readers[value] <= 0:
                         value.let_autograd_hold()
@@ -245,6 +252,11 @@ class Tape(TorchDispatchMode):
             for note in notes:  # a retained graph starts its next backward
                 note.pending = True
         return [note.place.value for note in notes if note.pending]
+
+
+def _is_spare(value: Value, keep: set[Value]) -> bool:
+    """Whether a value, when its last reader has run, may be overwritten: it was made again for that one only."""
+    return not value.pinned and value not in keep and not any(alive(value.notes))
 
 
 def _pin_unfilled(value: Value) -> None:

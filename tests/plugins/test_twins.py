@@ -25,4 +25,5 @@ def test_a_twin_is_refused_in_a_sentence(make: Callable[[], Callback], tmp_path:
 def test_one_of_each_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module, _ = trained(MemoryReport(live=False), MemoryBudget("1GiB"), max_steps=1)
+    assert isinstance(module, TokenTagger)
     assert len(module.steps) == 1
