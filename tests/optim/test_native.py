@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import sys
 from multiprocessing.connection import Connection
 
@@ -141,16 +142,46 @@ def test_a_round_trip_through_the_engine_moves_autograds_versions():
     assert torch.equal(weight.float(), torch.ones(10))
 
 
-def test_only_an_old_lock_of_a_build_is_removed(tmp_path):
+def ended_process() -> int:
+    """The number of a process that is no more."""
+    number = os.fork()
+    if not number:
+        os._exit(0)
+    os.waitpid(number, 0)
+    return number
+
+
+@pytest.mark.parametrize("builder", ["old", "killed", "ends"])
+def test_a_build_that_was_killed_is_not_waited_for_and_one_under_way_is(builder, tmp_path, monkeypatch):
     """A killed build leaves its lock behind, and torch would wait for it without end."""
-    lock = tmp_path / "lock"
+    lock, by = tmp_path / "lock", tmp_path / "builder"
     lock.touch()
-    native._drop_stale_lock(lock)
-    assert lock.exists()
-    os.utime(lock, (0, 0))
-    native._drop_stale_lock(lock)
+    by.write_text(f"{os.getppid()} {platform.node()}")  # alive
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == 5 and builder == "ends":
+            lock.unlink()
+        assert len(waited) < 10, "it would wait without end"
+
+    monkeypatch.setattr(native.time, "sleep", sleep)
+    if builder == "old":
+        os.utime(lock, (0, 0))
+    if builder == "killed":
+        by.write_text(f"{ended_process()} {platform.node()}")
+    assert native._wait_for_other(lock, by) == (builder != "ends")
     assert not lock.exists()
-    native._drop_stale_lock(lock)
+    assert len(waited) == (5 if builder == "ends" else 1)
+    assert not native._wait_for_other(lock, by)
+    assert len(waited) == (5 if builder == "ends" else 1)
+
+
+def test_a_builder_of_another_machine_is_waited_for(tmp_path):
+    by = tmp_path / "builder"
+    for said in (f"{ended_process()} elsewhere", "", "1 "):
+        by.write_text(said)
+        assert not native._is_dead(by)
 
 
 def test_counts_advance_as_torch_advances_them() -> None:
