@@ -197,7 +197,7 @@ void with_constant(bool value, const Act &act) {
 template <bool decays>
 struct AdamW {
   uint32_t flip;
-  float shrink, decay, keep1, beta2, keep2, root_correction, eps, minus_step_size;
+  float shrink, decay, keep1, beta2, keep2, correction, eps, minus_step_size;
   explicit AdamW(const Job &job)
       : flip(job.flags & MAXIMIZE ? 0x80000000u : 0u),
         shrink(job.flags & DECOUPLED ? job.numbers[0] : 1.0f),
@@ -205,7 +205,7 @@ struct AdamW {
         keep1(job.numbers[2]),
         beta2(job.numbers[3]),
         keep2(job.numbers[4]),
-        root_correction(job.numbers[5]),
+        correction(job.numbers[5]),
         eps(job.numbers[6]),
         minus_step_size(job.numbers[7]) {}
 
@@ -215,7 +215,7 @@ struct AdamW {
     if constexpr (decays) gradient += decay * *weight;  // without decay an infinite weight stays infinite
     *first += keep1 * (gradient - *first);
     *second = *second * beta2 + keep2 * gradient * gradient;
-    const float denominator = std::sqrt(*second) / root_correction + eps;
+    const float denominator = std::sqrt(*second) * correction + eps;
     *weight += minus_step_size * *first / denominator;
   }
 };

@@ -44,7 +44,7 @@ def _numbers(rule: Rule) -> tuple[int, tuple[float, ...], int]:
     """The rule's number in native.cpp, its scalars in the order in which native.cpp reads them, and its flags."""
     if isinstance(rule, AdamW):
         scalars = (rule.shrink, rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
-                   rule.root_correction, rule.eps, -rule.step_size)  # fmt: skip
+                   1 / rule.root_correction, rule.eps, -rule.step_size)  # fmt: skip
         return 0, scalars, (_DECOUPLED if rule.decoupled else 0) | (_MAXIMIZE if rule.maximize else 0)
     if isinstance(rule, SGD):
         flags = (_MAXIMIZE if rule.maximize else 0) | (_NESTEROV if rule.nesterov else 0)

@@ -104,7 +104,7 @@ def _adamw(
         gradient = gradient.add(weight, alpha=rule.weight_decay)
     first.lerp_(gradient, 1 - rule.beta1)
     second.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
-    denominator = second.sqrt().div_(rule.root_correction).add_(rule.eps)
+    denominator = second.sqrt().mul_(1 / rule.root_correction).add_(rule.eps)
     weight.addcdiv_(first, denominator, value=-rule.step_size)
     return first, second
 
