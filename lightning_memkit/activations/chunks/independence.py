@@ -55,12 +55,17 @@ def check_independence(module: nn.Module, call: ChunkedCall) -> CheckedOutputs:
         ChunkError: rows or tokens act on each other, in outputs or gradients, an output has none of its own, or the
             forward changes the module.
     """
+    with torch.inference_mode(mode=False):  # which knows no gradients, and training asks no second time
+        return _checked(module, call)
+
+
+def _checked(module: nn.Module, call: ChunkedCall) -> CheckedOutputs:
     state, generators = ModuleState(module), Generators(call.held)
     axes = tuple(axis.first(min(axis.size, MOST_ASKED[axis.name])) for axis in call.axes)
     whole: Ranges = tuple((0, axis.count) for axis in axes)
     leaves = list(call.leaves)
     for index, tensor in zip(call.indices, call.given(whole, call.tensors()), strict=True):
-        leaves[index] = (leaves[index][0], tensor)
+        leaves[index] = (leaves[index][0], tensor.clone() if tensor.is_inference() else tensor)
     sample = ChunkedCall(call.forward, leaves, call.structure, axes, call.held)
     try:
         needs = [tensor.requires_grad for tensor in call.tensors()]

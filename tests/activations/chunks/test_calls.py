@@ -214,6 +214,23 @@ def test_without_gradient_nothing_is_kept_and_results_are_the_same() -> None:
     assert lengths == [3]  # one chunk runs as it is
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_the_first_call_of_all_may_be_without_gradient(context: Callable[[], Any]) -> None:
+    """As a Trainer's validation before training is."""
+    net, x = Dropped().eval(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(net)
+    checkpoint_chunks(net, rows=3)
+    with context():
+        given = x.clone()  # of this context, too
+        assert torch.allclose(net(given), plain(given), rtol=1e-5, atol=1e-6)
+    net(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_frozen_modules_give_no_gradient_and_thawed_ones_do() -> None:
     net, x = Dropped().eval().requires_grad_(False), torch.randn(ROWS, WIDTH)
     checkpoint_chunks(net, rows=3)
