@@ -52,6 +52,7 @@ class ChunkedForwards:
         refuses: raise an error where a call can't run in chunks; else it runs as it is.
         only_with_gradient: leave calls without gradient as they are.
         unit: number of the modules whose weights are gathered together; None if that is unknown.
+        mark: an attribute of forwards that run so; a module has each mark once.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class ChunkedForwards:
         refuses: bool = True,
         only_with_gradient: bool = False,
         unit: int | None = None,
+        mark: str = _MARK,
     ) -> None:
         self.is_on = True
-        self._unit = unit
+        self._unit, self._mark = unit, mark
         self._sizes, self._refuses, self._only_with_gradient = sizes, refuses, only_with_gradient
         self._checked: WeakKeyDictionary[nn.Module, dict[Any, CheckedOutputs | None]] = WeakKeyDictionary()
 
@@ -73,11 +75,11 @@ class ChunkedForwards:
         Raises:
             ValueError: it does so already.
         """
-        if hasattr(module.__dict__.get("forward"), _MARK):
+        if hasattr(module.__dict__.get("forward"), self._mark):
             raise ValueError(
                 f"{type(module).__name__} runs in chunks already; call the undo of the first call before."
             )
-        return replace_method(module, "forward", self.run, mark=_MARK)
+        return replace_method(module, "forward", self.run, mark=self._mark)
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ class EvaluationEngine:
 
     A batch that does not fit is split if its step returns None and a comparison has shown that micro-batches log the
     same values and leave the same state in the module. Otherwise it runs whole, and a warning gives the reason and the
-    remedy.
+    remedy. Where one row does not fit, modules that take tokens one by one run in chunks of them.
 
     Price: one forward without gradients before a loader's first batch, a few small ones if that batch does
     not fit, and a metered step for the first batch of each run and whenever samples are larger than any
@@ -166,7 +166,7 @@ class EvaluationEngine:
     def _attempt(self, step: EvaluationStep, known: Loader, count: int, limit: int | None) -> Any:
         """Run the batch in `count` micro-batches and return its output; bytes are counted against `limit`."""
         meter = nullcontext() if limit is None else self._trials.meter(step, limit)
-        with meter:
+        with meter, self._sizes.long_rows.at(known.chunk_tokens):
             output = self._runs.whole(step) if count == 1 else self._runs.in_parts(step, known, count)
         if not isinstance(meter, nullcontext):
             self._observer.measured(meter.peak_bytes)
@@ -195,6 +195,8 @@ class EvaluationEngine:
         self._observer.retried()
         failed = -(-extent.rows // parts)
         if failed == 1:
+            if self._sizes.fits_in_chunks(step, known):
+                return
             raise torch.OutOfMemoryError(
                 f"A micro-batch of 1 sample runs out of memory in {step.hook} ({failure}); no smaller one is "
                 "possible. Keep the model in fewer bytes (PureBF16Precision), or shorten the samples."

@@ -4,10 +4,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting, part_sizes
+from lightning_memkit.memory.sizing import NothingFitsError, chunk_sizes, largest_fitting, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.evaluation.comparison import RETURNS, Comparisons, Pairs
+from lightning_memkit.micro_batching.evaluation.long_rows import LongEvaluationRows
 from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
 from lightning_memkit.micro_batching.evaluation.trials import EvaluationTrials
 from lightning_memkit.micro_batching.options import BudgetOptions
@@ -33,6 +34,7 @@ class Loader:
     ranks: Ranks = field(default_factory=Ranks)
     rules: Joining | None = None  # for joining logged values
     unsplittable: str = ""  # why batches can't be split; "" if they can
+    chunk_tokens: int | None = None  # of modules in chunks, where one sample does not fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class EvaluationSizes:
         self._options = options
         self._trials = trials
         self._comparisons = comparisons
+        self.long_rows = LongEvaluationRows(run, trials)
 
     def first_look(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> None:
         """Measure the first batch whole; if it does not fit, `settle` decides in its own step."""
@@ -110,11 +113,41 @@ class EvaluationSizes:
                 peak_of, usable_bytes=usable, sizes=part_sizes(extent.rows), most_trials=_MOST_TRIALS
             )
         except NothingFitsError as error:
+            if self.fits_in_chunks(step, known):
+                known.measured = extent.elements / extent.rows
+                return
             short = _shortfall(step.hook, error.peak_bytes, usable, self._options.headroom)
             raise BudgetError(short) from None
         known.size, known.limited = sizing.micro_batch_size, True
         known.measured = extent.elements / extent.rows * known.size
         self._run.info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
+
+    def fits_in_chunks(self, step: EvaluationStep, known: Loader) -> bool:
+        """Whether one sample fits with modules in chunks of tokens, in smaller ones than now; if so, they are used."""
+        if self._options.within == "step" or not self.long_rows.find(step, known.ranks):
+            return False
+
+        def peak_of(tokens: int) -> int | None:
+            if known.chunk_tokens is not None and tokens >= known.chunk_tokens:
+                return None
+            with self.long_rows.at(tokens):
+                return self._trials.peak_of(step, 1, self._options.usable_bytes)
+
+        try:
+            sizing = largest_fitting(
+                peak_of,
+                usable_bytes=self._options.usable_bytes,
+                sizes=chunk_sizes(self.long_rows.tokens),
+                most_trials=_MOST_TRIALS,
+            )
+        except NothingFitsError:
+            return False
+        known.size, known.limited, known.chunk_tokens = 1, True, sizing.micro_batch_size
+        self._run.info(
+            f"MemoryBudget in {step.hook}: a row does not fit at once; {len(self.long_rows.names or ())} modules run "
+            f"in chunks of {known.chunk_tokens} tokens, without gradients."
+        )
+        return True
 
     def can_split(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> bool:
         """Whether micro-batches reproduce the batch's results; determined once, with a warning if not."""
