@@ -1,13 +1,13 @@
 """Count what no operator shows: Python's overhead for those that a tape records and recomputes, and random states."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memkit.activations.recorded import Operator
+from lightning_memkit.activations.recorded import Operator, Value
 from lightning_memkit.activations.tape import Tape
 from lightning_memkit.prediction.replaced import replaced
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, WorkLog
@@ -22,9 +22,9 @@ def noted_recording(work: WorkLog) -> Iterator[None]:
         work.note_python(RECORDED)
         plain_after(self, operator, out, written)
 
-    def run(self: Operator) -> None:
+    def run(self: Operator, spent: Container[Value] = ()) -> None:
         work.note_python(MADE_AGAIN)
-        plain_run(self)
+        plain_run(self, spent)
 
     with replaced(Tape, _after=after), replaced(Operator, run=run):
         yield

@@ -138,10 +138,11 @@ def gradients(model: nn.Module, x: Tensor, given: Documents) -> list[Tensor]:
         ("full", ["flex", "flex"]),  # the backward's, too: no operator is recorded
         ("selective", ["loop"]),  # which is recorded, and run again operator by operator
         ("selective:attention", ["loop"]),
-        ("budget:0.5", ["loop"]),
+        ("budget:0.1", ["loop"]),  # too little for any block to be left as it is
     ],
 )
 @pytest.mark.filterwarnings("ignore::lightning_memkit.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore:The budget of")
 def test_recorded_blocks_run_the_loop_and_recomputed_ones_what_is_compiled(
     calls: list[str], policy: str, ran: list[str]
 ) -> None:
