@@ -103,9 +103,7 @@ def _add(program: _Program, operators: Sequence[OperatorCost], tape: TapeSeconds
         program.implied.append((again, taped))
         available.append([])
         for position, (size, saved) in enumerate(zip(operator.sizes, operator.saves, strict=True)):
-            if (
-                position < len(operator.lost) and operator.lost[position]
-            ):  # overwritten: it can only be made again
+            if operator.is_lost(position):  # overwritten: it can only be made again
                 available[-1].append(again)
                 continue
             here = program.variable(least=int(saved))

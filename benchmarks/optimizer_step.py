@@ -11,7 +11,6 @@ backward, in buckets of 1 MiB, each of which takes `host_us_a_bucket_release`. `
 CPU a step draws the noise that rounds its states, whatever it steps; on a GPU the kernel draws it.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,6 +34,7 @@ from benchmarks.harness import (
     self_ratio_is_void,
     threads,
 )
+from lightning_memkit.memory.processors import allowed_processors
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.gradient_release import BUNDLE_BYTES
 from lightning_memkit.optim.journal import journal_steps
@@ -73,7 +73,7 @@ def run(options: Options) -> Report:
     """Time the step on the CPU, our modes and the peers that are installed, each against the base."""
     shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
     figures: dict[str, float | int | bool] = {}
-    cores = min(THREADS, os.cpu_count() or 1)
+    cores = min(THREADS, allowed_processors())
     notes = [
         f"{_count(shapes) / 1e6:.1f} million parameters on {cores} threads; states of all rows exist before timing"
     ]

@@ -34,10 +34,10 @@ class OperatorChoice:
 def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[OperatorChoice]:
     """The ways to run a block of which none is both larger and slower than another; the smallest first.
 
-    If the host is the device, a way costs the time of the recomputed operators. An accelerator and its host
-    work in parallel: there the cost is the larger of the device's time (forward and recomputation) and the
-    host's (launching both, and the tape), minus the same maximum for the plain forward. A tape costs the host
-    26 µs an operator, and 18 µs for each that is recomputed. Of the backward only recomputation is counted:
+    If the host is the device, a way costs the time of the recomputed operators and of the tape. An accelerator
+    and its host work in parallel: there the cost is the larger of the device's time (forward and recomputation)
+    and the host's (launching both, and the tape), minus the same maximum for the plain forward. A tape costs the
+    host 26 µs an operator, and 18 µs for each that is recomputed. Of the backward only recomputation is counted:
     if the backward's own kernels leave the host idle, a tape costs less than counted.
 
     Args:
@@ -94,7 +94,7 @@ def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Op
     """Start from keeping nothing; each time keep the operator that saves the most time per byte."""
     steps = [_choice(operators, keep)]
     # What was overwritten can't be kept. Where just some of an operator's outputs were, the others can.
-    candidates = {i for i, op in enumerate(operators) if i not in keep and len(_lost(op)) < len(op.sizes)}
+    candidates = {i for i, op in enumerate(operators) if i not in keep and not (op.lost and all(op.lost))}
     exact = len(operators) <= _EXACT_UP_TO
     by_host = sum(op.host_seconds - op.seconds for op in operators) > 0
     ranked = sorted(
@@ -148,11 +148,6 @@ def _prices(operators: Sequence[OperatorCost]) -> list[tuple[float, ...]]:
     ]
 
 
-def _lost(operator: OperatorCost) -> set[int]:
-    """The positions of outputs that the forward overwrote."""
-    return {position for position, lost in enumerate(operator.lost) if lost}
-
-
 def _has_queue(operators: Sequence[OperatorCost]) -> bool:
     """Whether the operators run on an accelerator, in parallel to its host."""
     return any(op.host_seconds for op in operators)
@@ -181,6 +176,6 @@ def _needed(operators: Sequence[OperatorCost], keep: frozenset[int]) -> set[int]
             waiting.extend(
                 earlier
                 for earlier, position in operators[index].inputs
-                if earlier not in keep or position in _lost(operators[earlier])
+                if earlier not in keep or operators[earlier].is_lost(position)
             )
     return needed

@@ -57,7 +57,7 @@ def _cut(operators: Operators, seconds: tuple[float, ...], price: float) -> tupl
     for index, operator in enumerate(operators):
         again = index, -1
         # On the source's side an operator is made again, and an output is there when it is needed.
-        gain = sum(size for size, lost in zip(operator.sizes, _lost(operator), strict=True) if not lost)
+        gain = sum(size for position, size in enumerate(operator.sizes) if not operator.is_lost(position))
         cost = round(price * seconds[index]) - gain
         if operator.pinned:
             graph.add_edge(again, "t")
@@ -65,12 +65,10 @@ def _cut(operators: Operators, seconds: tuple[float, ...], price: float) -> tupl
             graph.add_edge(again, "t", capacity=cost)
         elif cost < 0:
             graph.add_edge("s", again, capacity=-cost)
-        for position, (size, saved, lost) in enumerate(
-            zip(operator.sizes, operator.saves, _lost(operator), strict=True)
-        ):
+        for position, (size, saved) in enumerate(zip(operator.sizes, operator.saves, strict=True)):
             here = index, position
             graph.add_edge(again, here)
-            if lost:
+            if operator.is_lost(position):
                 graph.add_edge(here, again)
             else:
                 graph.add_edge(here, "t", capacity=size)
@@ -88,7 +86,3 @@ def _cut(operators: Operators, seconds: tuple[float, ...], price: float) -> tupl
     ]
     held = sum(operators[index].sizes[position] for index, position in kept)
     return frozenset(index for index, _ in kept), (sum(seconds[index] for index in made), held)
-
-
-def _lost(operator: OperatorCost) -> tuple[bool, ...]:
-    return operator.lost or (False,) * len(operator.sizes)

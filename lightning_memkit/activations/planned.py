@@ -99,7 +99,7 @@ class BudgetPlan:
         return self._outside_bytes + sum(call.input_bytes for call in self.profiles)
 
     @property
-    def choices(self) -> list[OperatorChoice]:
+    def chosen(self) -> list[OperatorChoice]:
         """How blocks run by the latest choice, in their order; empty before there is one."""
         return list(next(reversed(self._chosen.values()), {}).values())
 

@@ -39,6 +39,10 @@ class OperatorCost:
     host_seconds: float = 0.0
     lost: tuple[bool, ...] = ()
 
+    def is_lost(self, position: int) -> bool:
+        """Whether the forward overwrote this output."""
+        return bool(self.lost) and self.lost[position]
+
     @property
     def saved_bytes(self) -> int:
         """The bytes of its outputs that autograd saves."""

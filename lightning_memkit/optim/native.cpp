@@ -112,6 +112,13 @@ void prefetch(const T *start, int64_t count) {
   }
 }
 
+// What comes AHEAD of these places, of the `left` elements from there on; null for a tensor that is not there.
+template <typename... At>
+void prefetch_ahead(int64_t left, const At *...at) {
+  const int64_t count = left - AHEAD < BLOCK ? left - AHEAD : BLOCK;
+  (..., (at != nullptr ? prefetch(at + AHEAD, count) : void()));
+}
+
 struct Noise {  // a run's place in the tile and its key
   const uint16_t *start;
   uint16_t key;
@@ -278,6 +285,14 @@ void step_rule(const Job &job, float *weight, float *gradient, float *first, int
   }
 }
 
+void prefetch_gradient(const Operand &o, int64_t start) {
+  if (o.gradient_is_float) {
+    prefetch_ahead(o.count - start, static_cast<const float *>(o.gradient) + start);
+  } else {
+    prefetch_ahead(o.count - start, static_cast<const uint16_t *>(o.gradient) + start);
+  }
+}
+
 void load_gradient(const Operand &o, int64_t start, float *out, int64_t count) {
   if (o.gradient_is_float) {
     std::memcpy(out, static_cast<const float *>(o.gradient) + start, count * sizeof(float));
@@ -333,12 +348,7 @@ void adamw_run(const Job &job, const Piece &piece) {
         const int64_t count = start + BLOCK < span.end ? BLOCK : span.end - start;
         auto *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
         auto *first = static_cast<uint16_t *>(o.first) + start, *second = static_cast<uint16_t *>(o.second) + start;
-        const int64_t left = o.count - start - AHEAD, ahead = left < BLOCK ? left : BLOCK;
-        prefetch(o.weight + start + AHEAD, ahead);
-        if constexpr (keeps_low<mode>) prefetch(low + AHEAD, ahead);
-        prefetch(gradient + start + AHEAD, ahead);
-        prefetch(first + AHEAD, ahead);
-        prefetch(second + AHEAD, ahead);
+        prefetch_ahead(o.count - start, o.weight + start, low, gradient + start, first, second);
         adamw_block<mode, first_at_random>(rule, o.weight + start, low, gradient + start, first, second, of_weight,
                                            of_first, of_second, count);
         for (Noise *noise : {&of_weight, &of_first, &of_second}) noise->start += count;
@@ -358,13 +368,9 @@ void step_run(const Job &job, const Piece &piece) {
     const int64_t count = start + BLOCK < span.end ? BLOCK : span.end - start;
     const int64_t offset = span.in_run + start - span.begin;
     Low<mode> *low = o.low == nullptr ? nullptr : static_cast<Low<mode> *>(o.low) + start;
-    const int64_t next = start + AHEAD, left = o.count - next;
-    const int64_t ahead = left < BLOCK ? left : BLOCK;
-    prefetch(o.weight + next, ahead);
-    if (low != nullptr) prefetch(low + AHEAD, ahead);
-    prefetch(static_cast<const uint16_t *>(o.gradient) + (o.gradient_is_float ? 2 * next : next), ahead);
     uint16_t *first_at = o.first == nullptr ? nullptr : static_cast<uint16_t *>(o.first) + start;
-    if (first_at != nullptr) prefetch(first_at + AHEAD, ahead);
+    prefetch_ahead(o.count - start, o.weight + start, low, first_at);
+    prefetch_gradient(o, start);
     load_weight<mode>(o.weight + start, low, weight, count);
     load_gradient(o, start, gradient, count);
     if (first_at != nullptr) widen(first_at, first, count);
@@ -494,12 +500,7 @@ void adamw_blocks(const Job &job, const Piece &piece) {
       auto *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
       auto *first_at = static_cast<int8_t *>(o.first) + start;
       auto *second_at = static_cast<uint8_t *>(o.second) + start;
-      const int64_t left = o.count - start - AHEAD, ahead = left < BLOCK ? left : BLOCK;
-      prefetch(o.weight + start + AHEAD, ahead);
-      if constexpr (keeps_low<mode>) prefetch(low + AHEAD, ahead);
-      prefetch(gradient + start + AHEAD, ahead);
-      prefetch(first_at + AHEAD, ahead);
-      prefetch(second_at + AHEAD, ahead);
+      prefetch_ahead(o.count - start, o.weight + start, low, gradient + start, first_at, second_at);
       decode_first(first_at, o.first_scales[block], first, count);
       decode_second(second_at, o.second_scales[block], second, count);
       of_weight.fill(noise, o.start + start, count);
@@ -522,6 +523,8 @@ void step_blocks(const Job &job, const Piece &piece) {
   each_block(o, piece.run, [&](int64_t block, int64_t start, int64_t count) {
     Low<mode> *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
     int8_t *first_at = static_cast<int8_t *>(o.first) + start;
+    prefetch_ahead(o.count - start, o.weight + start, low, first_at);
+    prefetch_gradient(o, start);
     load_weight<mode>(o.weight + start, low, weight, count);
     load_gradient(o, start, gradient, count);
     decode_first(first_at, o.first_scales[block], first, count);

@@ -8,9 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import platform
 import sysconfig
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
@@ -18,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
 MODES = {"none": 0, "kahan": 1, "split": 2, "stochastic": 3, "split24": 4}
-_STALE_LOCK_SECONDS, _POLL_SECONDS = 600, 0.1
 
 # Contraction would round differently from plain torch; math errors and traps only block vectorization.
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -171,11 +169,20 @@ def _built() -> Path:
     from torch.utils import cpp_extension
 
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    lock, builder, library = folder / "lock", folder / "builder", folder / f"{name}.so"
-    was_killed = _wait_for_other(lock, builder)
-    if library.exists() and not was_killed:
+    lock, library = folder / "lock", folder / f"{name}.so"
+    if library.exists() and not lock.exists():
         return library
-    builder.write_text(_here())
+    # Torch's own lock outlives a build that was killed, and would be waited for without end. The system drops this.
+    with FileLock(folder / "building"):
+        if library.exists() and not lock.exists():
+            return library
+        lock.unlink(missing_ok=True)
+        return _build(name, folder, flags)
+
+
+def _build(name: str, folder: Path, flags: tuple[str, ...]) -> Path:
+    from torch.utils import cpp_extension
+
     with _with_scripts_on_path(), warnings.catch_warnings():
         # Torch warns of compilers that it has not tested with its own headers.
         warnings.simplefilter("ignore")
@@ -189,38 +196,6 @@ def _built() -> Path:
             is_python_module=False,
         )
     return Path(str(built))
-
-
-def _wait_for_other(lock: Path, builder: Path) -> bool:
-    """Wait for a build under way; whether one was killed, whose lock is removed: torch would wait for it forever."""
-    was_killed = False
-    while lock.exists():
-        with contextlib.suppress(OSError):
-            old = time.time() - lock.stat().st_mtime > _STALE_LOCK_SECONDS
-            if old or _is_dead(builder):
-                lock.unlink()
-                was_killed = True
-        time.sleep(_POLL_SECONDS)
-    return was_killed
-
-
-def _here() -> str:
-    """This process, among those of all machines that share a home folder."""
-    return f"{os.getpid()} {platform.node()}"
-
-
-def _is_dead(builder: Path) -> bool:
-    """Whether the process that wrote this file was one of this machine, and has ended."""
-    number, _, machine = builder.read_text().partition(" ")
-    if machine != platform.node() or not number.isdecimal():
-        return False
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # somebody else's
-        return False
-    return int(number) == os.getpid()  # its number was given again
 
 
 @contextlib.contextmanager

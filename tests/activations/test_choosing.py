@@ -76,7 +76,7 @@ def run_again(
     again, held = set(), set()
 
     def want(index: int, position: int) -> None:
-        if index in keep and not operators[index].lost[position]:
+        if index in keep and not operators[index].is_lost(position):
             held.add((index, position))
         elif index not in again:
             again.add(index)
@@ -120,7 +120,7 @@ def test_what_runs_again_is_what_the_choice_counted(budget: float, monkeypatch: 
     plan = undo.plan
     assert plan is not None
     counted: Counter[str] = Counter()
-    for profile, choice in zip(plan.profiles, plan.choices, strict=True):
+    for profile, choice in zip(plan.profiles, plan.chosen, strict=True):
         if choice.keep is not None:
             again, _ = run_again(profile.operators, choice.keep)
             counted.update(str(profile.operators[one].func) for one in again)

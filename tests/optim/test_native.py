@@ -1,13 +1,13 @@
 """The C++ passes give the bits of their plain-torch twins."""
 
 import multiprocessing
-import os
-import platform
 import sys
+import time
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
+from filelock import FileLock
 
 from lightning_memkit.optim import native
 from lightning_memkit.optim.kahan import kahan_join_
@@ -142,46 +142,51 @@ def test_a_round_trip_through_the_engine_moves_autograds_versions():
     assert torch.equal(weight.float(), torch.ones(10))
 
 
-def ended_process() -> int:
-    """The number of a process that is no more."""
-    number = os.fork()
-    if not number:
-        os._exit(0)
-    os.waitpid(number, 0)
-    return number
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where kernels are built; a build takes no time, and notes what it found."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    found = []
+
+    def build(name, folder, flags):
+        found.append(sorted(one.name for one in folder.iterdir()))
+        (folder / f"{name}.so").touch()
+        return folder / f"{name}.so"
+
+    monkeypatch.setattr(native, "_build", build)
+    return found
 
 
-@pytest.mark.parametrize("builder", ["old", "killed", "ends"])
-def test_a_build_that_was_killed_is_not_waited_for_and_one_under_way_is(builder, tmp_path, monkeypatch):
-    """A killed build leaves its lock behind, and torch would wait for it without end."""
-    lock, by = tmp_path / "lock", tmp_path / "builder"
-    lock.touch()
-    by.write_text(f"{os.getppid()} {platform.node()}")  # alive
-    waited = []
-
-    def sleep(seconds):
-        waited.append(seconds)
-        if len(waited) == 5 and builder == "ends":
-            lock.unlink()
-        assert len(waited) < 10, "it would wait without end"
-
-    monkeypatch.setattr(native.time, "sleep", sleep)
-    if builder == "old":
-        os.utime(lock, (0, 0))
-    if builder == "killed":
-        by.write_text(f"{ended_process()} {platform.node()}")
-    assert native._wait_for_other(lock, by) == (builder != "ends")
-    assert not lock.exists()
-    assert len(waited) == (5 if builder == "ends" else 1)
-    assert not native._wait_for_other(lock, by)
-    assert len(waited) == (5 if builder == "ends" else 1)
+def test_a_build_that_was_killed_is_not_waited_for(folder):
+    """It leaves torch's lock behind, for which torch would wait without end, and perhaps a part of the library."""
+    library = native._built()
+    (library.parent / "lock").touch()
+    assert native._built() == library
+    assert native._built() == library
+    assert len(folder) == 2
+    assert "lock" not in folder[1]
 
 
-def test_a_builder_of_another_machine_is_waited_for(tmp_path):
-    by = tmp_path / "builder"
-    for said in (f"{ended_process()} elsewhere", "", "1 "):
-        by.write_text(said)
-        assert not native._is_dead(by)
+def test_a_build_under_way_is_waited_for(folder):
+    library = native._built()
+    library.unlink()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    other = multiprocessing.get_context("fork").Process(target=build_slowly, args=(library, writer))
+    other.start()
+    try:
+        assert reader.poll(300)
+        assert native._built() == library
+        assert len(folder) == 1  # the other's is used
+    finally:
+        other.kill()
+        other.join()
+
+
+def build_slowly(library, writer: Connection) -> None:
+    with FileLock(library.parent / "building"):
+        writer.send(True)
+        time.sleep(1)
+        library.touch()
 
 
 def test_counts_advance_as_torch_advances_them() -> None:

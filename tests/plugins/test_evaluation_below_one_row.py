@@ -1,5 +1,6 @@
 """Validation, test and prediction where one row does not fit: modules that take tokens one by one run in chunks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,13 @@ from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.test_below_one_row import WIDTH, LongRows, rows
 from tests.plugins.toys import trainer
+from tests.processes import run_on_ranks
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Evaluated(LongRows):
     """The model of the training tests; it logs, and its predictions are one number a row."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("loss", F.mse_loss(self.encoded(batch["x"])[:, :-1], batch["x"][:, 1:]))
@@ -56,8 +55,10 @@ def made(kind: type[LongRows] = Evaluated) -> LightningModule:
     return kind().double()
 
 
-def result(kind: str, module: LightningModule, *callbacks: Any, batch_size: int = 1) -> Tensor:
-    fitted = trainer(*callbacks, precision="64-true")
+def result(
+    kind: str, module: LightningModule, *callbacks: Any, batch_size: int = 1, **options: Any
+) -> Tensor:
+    fitted = trainer(*callbacks, **{"precision": "64-true", **options})
     found = getattr(fitted, kind)(
         module, rows(batch_size), **({} if kind == "predict" else {"verbose": False})
     )
@@ -128,3 +129,14 @@ def test_validation_before_and_within_training_in_chunks(caplog: pytest.LogCaptu
     assert budget.sizing is not None
     assert budget.sizing.chunk_tokens is not None
     assert any("validation_step: a row does not fit at once" in one.getMessage() for one in caplog.records)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "found.pt"
+    done = run_on_ranks("tests.plugins.evaluated_on_ranks", str(path), strategy)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.stdout + done.stderr).count("a row does not fit at once") == 2  # once for each hook
+    for rank in range(2):
+        for kind, (plain, within) in torch.load(f"{path}.{rank}").items():
+            assert torch.allclose(within, plain, rtol=1e-12, atol=0), kind

@@ -166,7 +166,7 @@ class EvaluationEngine:
     def _attempt(self, step: EvaluationStep, known: Loader, count: int, limit: int | None) -> Any:
         """Run the batch in `count` micro-batches and return its output; bytes are counted against `limit`."""
         meter = nullcontext() if limit is None else self._trials.meter(step, limit)
-        with meter, self._sizes.long_rows.at(known.chunk_tokens):
+        with meter, self._sizes.long_rows.at(step.hook, known.chunk_tokens):
             output = self._runs.whole(step) if count == 1 else self._runs.in_parts(step, known, count)
         if not isinstance(meter, nullcontext):
             self._observer.measured(meter.peak_bytes)

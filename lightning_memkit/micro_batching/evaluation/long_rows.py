@@ -26,12 +26,12 @@ class LongEvaluationRows:
         trials: runs micro-batches without a trace.
 
     Attributes:
-        names: of the modules; None until they were looked for.
+        names: of the modules, by the hook in whose step they were looked for.
         tokens: of the longest row that was seen.
     """
 
     def __init__(self, run: Run, trials: EvaluationTrials) -> None:
-        self.names: tuple[str, ...] | None = None
+        self.names: dict[str, tuple[str, ...]] = {}
         self.tokens = 0
         self._run, self._trials = run, trials
         self._sizes = ChunkSizes()
@@ -40,22 +40,21 @@ class LongEvaluationRows:
     def find(self, step: EvaluationStep, ranks: Ranks) -> bool:
         """Find the modules by the step on the first tokens of a row; whether there are any.
 
-        Costs that step with gradient, and small forwards and backwards of modules, once for all kinds of steps. Ranks
-        that communicate in each forward must call it together.
+        Costs that step with gradient, and small forwards and backwards of modules, once for each hook. Ranks that
+        communicate in each forward must call it together.
         """
         self.tokens = int(ranks.largest_of([max(self.tokens, row_length(step.batch))])[0])
-        if self.names is None:
-            found = self._found(step)
-            names = tuple(one.name for one in found)
-            self.names = self._run.of_first_rank(lambda: names) if ranks.meets else names
-        return bool(self.names)
+        if step.hook not in self.names:
+            names = tuple(one.name for one in self._found(step))
+            self.names[step.hook] = self._run.of_first_rank(lambda: names) if ranks.meets else names
+        return bool(self.names[step.hook])
 
     @contextmanager
-    def at(self, tokens: int | None) -> Iterator[None]:
-        """Run the modules in chunks of at most so many tokens within; None leaves them as they are."""
+    def at(self, hook: str, tokens: int | None) -> Iterator[None]:
+        """Run the hook's modules in chunks of at most so many tokens within; None leaves them as they are."""
         with ExitStack() as stack:
             if tokens is not None:
-                for name in self.names or ():
+                for name in self.names.get(hook, ()):
                     # Those of training, which leave calls without gradient alone, may be there, too.
                     forwards = self._forwards.setdefault(name, self._new())
                     stack.callback(forwards.patch(self._run.module.get_submodule(name)))

@@ -130,7 +130,7 @@ class EvaluationSizes:
         def peak_of(tokens: int) -> int | None:
             if known.chunk_tokens is not None and tokens >= known.chunk_tokens:
                 return None
-            with self.long_rows.at(tokens):
+            with self.long_rows.at(step.hook, tokens):
                 return self._trials.peak_of(step, 1, self._options.usable_bytes)
 
         try:
@@ -144,8 +144,8 @@ class EvaluationSizes:
             return False
         known.size, known.limited, known.chunk_tokens = 1, True, sizing.micro_batch_size
         self._run.info(
-            f"MemoryBudget in {step.hook}: a row does not fit at once; {len(self.long_rows.names or ())} modules run "
-            f"in chunks of {known.chunk_tokens} tokens, without gradients."
+            f"MemoryBudget in {step.hook}: a row does not fit at once; {len(self.long_rows.names[step.hook])} modules "
+            f"run in chunks of {known.chunk_tokens} tokens, without gradients."
         )
         return True
 
