@@ -45,7 +45,7 @@ class LongEvaluationRows:
         """
         self.tokens = int(ranks.largest_of([max(self.tokens, row_length(step.batch))])[0])
         if step.hook not in self.names:
-            names = tuple(one.name for one in self._found(step))
+            names = tuple(one.name for one in self._found(step, ranks))
             self.names[step.hook] = self._run.of_first_rank(lambda: names) if ranks.meets else names
         return bool(self.names[step.hook])
 
@@ -65,7 +65,7 @@ class LongEvaluationRows:
     def _new(self) -> ChunkedForwards:
         return ChunkedForwards(self._sizes, refuses=False, mark="_memkit_chunked_in_evaluation")
 
-    def _found(self, step: EvaluationStep) -> list[ChunkableModule]:
+    def _found(self, step: EvaluationStep, ranks: Ranks) -> list[ChunkableModule]:
         row = self._trials.rows_of(step.batch, 1)
         for part in (first_tokens(row), row):
             found: list[ChunkableModule] = []
@@ -76,7 +76,7 @@ class LongEvaluationRows:
                     "tokens",
                     collectives_issued,
                 )
-            if found:
+            if ranks.any(bool(found)):  # the same number of steps on each
                 return found
         return []
 
