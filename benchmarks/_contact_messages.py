@@ -22,7 +22,7 @@ WIDTH, MOST_LINES = 120, 3
 OUTPUT = "printed.txt"
 BEGINS = ("memkit: ", "usage: ", "error: ")
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["benchmarks._contact_models", "lightning_memkit.plugins.cli.memkit_cli"])
+PRELOADED = ["benchmarks._contact_models", "lightning_memkit.plugins.cli.memkit_cli"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.__main__ import main_of
-from benchmarks._contact_messages import changed, told
+from benchmarks._contact_messages import PRELOADED, PROCESSES, changed, told
 from benchmarks._contact_mistakes import CORPUS, JOB, LINES, MISTAKES, callbacks, one
 from benchmarks._contact_projects import KINDS, PROJECTS, kind_of, ours, run_python
 from benchmarks.harness import Options, Report
@@ -26,6 +26,7 @@ _FEW = 6  # every so many of the mistakes in a quick run
 
 def run(options: Options) -> Report:
     """Three minutes; `--quick` takes one project and one in six of the mistakes."""
+    PROCESSES.set_forkserver_preload(PRELOADED)  # here: there is one server for all that a process imports
     rows: list[dict[str, object]] = []
     changes, printed = [], []
     for project in PROJECTS[: 1 if options.quick else None]:

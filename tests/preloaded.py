@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest  # noqa: F401
 import torchmetrics  # noqa: F401
 
 import lightning_memkit
