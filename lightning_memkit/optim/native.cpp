@@ -312,21 +312,17 @@ struct Span {  // what a run of the whole parameter has in common with the `coun
   }
 };
 
-// One loop from memory to memory: moments are bfloat16, or float32 that are rounded elsewhere.
-template <int mode, bool first_at_random, typename Rule, typename Gradient, typename Moment>
+// One loop from memory to memory.
+template <int mode, bool first_at_random, typename Rule, typename Gradient>
 void adamw_block(const Rule &rule, uint16_t *__restrict weight_at, Low<mode> *__restrict low_at,
-                 const Gradient *__restrict gradient_at, Moment *__restrict first_at, Moment *__restrict second_at,
+                 const Gradient *__restrict gradient_at, uint16_t *__restrict first_at, uint16_t *__restrict second_at,
                  Noise weight_noise, Noise first_noise, Noise second_noise, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     float weight = joined<mode>(weight_at[i], keeps_low<mode> ? low_at[i] : Low<mode>());
     float first = wide(first_at[i]), second = wide(second_at[i]);
     rule.step(&weight, wide(gradient_at[i]), &first, &second);
-    if constexpr (std::is_same_v<Moment, float>) {
-      first_at[i] = first, second_at[i] = second;
-    } else {
-      second_at[i] = at_random(second, second_noise.start[i] ^ second_noise.key);
-      first_at[i] = first_at_random ? at_random(first, first_noise.start[i] ^ first_noise.key) : nearest(first);
-    }
+    second_at[i] = at_random(second, second_noise.start[i] ^ second_noise.key);
+    first_at[i] = first_at_random ? at_random(first, first_noise.start[i] ^ first_noise.key) : nearest(first);
     uint16_t high;
     Low<mode> low;
     split_up<mode>(weight, needs_noise<mode> ? weight_noise.start[i] ^ weight_noise.key : 0, &high, &low);
@@ -391,20 +387,26 @@ void step_run(const Job &job, const Piece &piece) {
 constexpr int64_t BLOCKS_A_PIECE = TILE / BLOCK;
 constexpr float LEVELS_FIRST = 127.0f, LEVELS_SECOND = 255.0f, STAYS = 0.875f;
 constexpr uint32_t SMALLEST_SCALE = 0x00800000u, LARGEST_SCALE = 0x7F7F0000u, INFINITE = 0x7F800000u;
+constexpr uint16_t NO_SCALE = 0x7FC0u;  // of a block with infinity or NaN: its moments are NaN
 
-class ElementNoise {  // of one state of a parameter, for elements anywhere in it
+class ElementNoise {  // of one state of a parameter, for blocks anywhere in it
  public:
   ElementNoise(const uint16_t *tile, uint64_t stream) : tile_(tile), stream_(stream), noise_(tile, stream, 0) {}
 
-  void fill(uint16_t *out, int64_t place, int64_t count) {
-    while (count > 0) {
-      const int64_t run = place / TILE, in_run = place % TILE;
-      const int64_t here = count < TILE - in_run ? count : TILE - in_run;
-      if (run != run_) noise_ = Noise(tile_, stream_, run_ = run);
-      const uint16_t *start = noise_.start + in_run;
-      for (int64_t i = 0; i < here; ++i) out[i] = start[i] ^ noise_.key;
-      out += here, place += here, count -= here;
+  // Of the `count` elements from `place` on; valid until the next call.
+  Noise of(int64_t place, int64_t count) {
+    const int64_t in_run = place % TILE;
+    run_to(place / TILE);
+    if (in_run + count <= TILE) {
+      Noise noise = noise_;
+      noise.start += in_run;
+      return noise;
     }
+    for (int64_t i = 0; i < count; ++i) {
+      if (in_run + i == TILE) run_to(run_ + 1);
+      both_[i] = noise_.start[(in_run + i) % TILE] ^ noise_.key;
+    }
+    return Noise(both_);
   }
 
  private:
@@ -412,67 +414,70 @@ class ElementNoise {  // of one state of a parameter, for elements anywhere in i
   uint64_t stream_;
   int64_t run_ = 0;
   Noise noise_;
+  uint16_t both_[BLOCK];  // of a block that lies in two runs
+
+  void run_to(int64_t run) {
+    if (run != run_) noise_ = Noise(tile_, stream_, run_ = run);
+  }
 };
 
-// The scale of a block's moments, as bfloat16: the one before if the largest value is near it.
-uint16_t scale_of(const float *values, int64_t count, uint16_t scale) {
+// The bits of a block's largest magnitude; as integers, so that NaN is the largest.
+uint32_t largest_of(const float *values, int64_t count) {
   uint32_t most = SMALLEST_SCALE;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = bits_of(values[i]) & 0x7FFFFFFFu;
     most = bits > most ? bits : most;
   }
-  if (most >= INFINITE) return 0x7FC0u;
-  const float largest = float_of(most), before = float_of(static_cast<uint32_t>(scale) << 16);
+  return most;
+}
+
+// The scale of a block's moments, as bfloat16: the one before if the largest value is near it.
+uint16_t scale_of(uint32_t most, uint16_t scale) {
+  if (most >= INFINITE) return NO_SCALE;
+  const float largest = float_of(most), before = wide(scale);
   if (largest <= before && largest > before * STAYS) return scale;
   const uint32_t up = (most + 0xFFFFu) & 0xFFFF0000u;
   return static_cast<uint16_t>((up < LARGEST_SCALE ? up : LARGEST_SCALE) >> 16);
 }
 
-void decode_first(const int8_t *codes, uint16_t scale, float *out, int64_t count) {
-  const float factor = float_of(static_cast<uint32_t>(scale) << 16) * static_cast<float>(1.0 / (127.0 * 127.0));
-  for (int64_t i = 0; i < count; ++i) {
-    const float code = codes[i];
-    out[i] = code * std::fabs(code) * factor;
-  }
+inline float factor_of_first(uint16_t scale) { return wide(scale) * static_cast<float>(1.0 / (127.0 * 127.0)); }
+
+inline float first_of(int8_t code, float factor) {
+  const float root = code;
+  return root * std::fabs(root) * factor;
 }
 
-void decode_second(const uint8_t *codes, uint16_t scale, float *out, int64_t count) {
-  const float factor = float_of(static_cast<uint32_t>(scale) << 16);
-  for (int64_t i = 0; i < count; ++i) {
-    const float root = codes[i] * static_cast<float>(1.0 / 255.0);
-    const float second = root * root, fourth = second * second;
-    out[i] = fourth * fourth * factor;
-  }
+inline float second_of(uint8_t code, float scale) {
+  const float root = code * static_cast<float>(1.0 / 255.0);
+  const float second = root * root, fourth = second * second;
+  return fourth * fourth * scale;
 }
 
 inline float below_of(uint16_t noise) { return (noise + 0.5f) * 0x1p-16f; }
 
-void encode_first(const float *values, int8_t *codes, uint16_t *scale, int64_t count, const uint16_t *noise) {
-  *scale = scale_of(values, count, *scale);
-  if (*scale == 0x7FC0u) return static_cast<void>(std::memset(codes, 0, count));
-  const float inverse = 1.0f / float_of(static_cast<uint32_t>(*scale) << 16);
-  for (int64_t i = 0; i < count; ++i) {
-    const float share = values[i] * inverse;
-    const float square = std::fabs(share) * (LEVELS_FIRST * LEVELS_FIRST);
-    const int32_t root = static_cast<int32_t>(std::sqrt(square));
-    const float low = static_cast<float>(root < 126 ? root : 126);
-    const float chance = (square - low * low) / (low + low + 1.0f);
-    const int32_t code = static_cast<int32_t>(low) + (below_of(noise[i]) < chance ? 1 : 0);
-    codes[i] = static_cast<int8_t>(share < 0.0f ? -code : code);
-  }
+inline void round_share(float share, uint16_t noise, int8_t *code) {  // of a first moment
+  const float square = std::fabs(share) * (LEVELS_FIRST * LEVELS_FIRST);
+  const int32_t root = static_cast<int32_t>(std::sqrt(square));
+  const float low = static_cast<float>(root < 126 ? root : 126);
+  const bool up = below_of(noise) * (low + low + 1.0f) < square - low * low;
+  const int32_t rounded = static_cast<int32_t>(low) + (up ? 1 : 0);
+  *code = static_cast<int8_t>(share < 0.0f ? -rounded : rounded);
 }
 
-void encode_second(const float *values, uint8_t *codes, uint16_t *scale, int64_t count, const uint16_t *noise) {
-  *scale = scale_of(values, count, *scale);
-  if (*scale == 0x7FC0u) return static_cast<void>(std::memset(codes, 0, count));
-  const float inverse = 1.0f / float_of(static_cast<uint32_t>(*scale) << 16);
-  for (int64_t i = 0; i < count; ++i) {
-    const float share = values[i] * inverse;
-    const float root = std::sqrt(std::sqrt(std::sqrt(share))) * LEVELS_SECOND;
-    const int32_t rounded = static_cast<int32_t>(root + below_of(noise[i]));
-    const int32_t least = share > 0.0f ? 1 : 0, code = rounded < 255 ? rounded : 255;
-    codes[i] = static_cast<uint8_t>(code > least ? code : least);
-  }
+inline void round_share(float share, uint16_t noise, uint8_t *code) {  // of a second moment
+  const float root = std::sqrt(std::sqrt(std::sqrt(share))) * LEVELS_SECOND;
+  const int32_t rounded = static_cast<int32_t>(root + below_of(noise));
+  const int32_t least = share > 0.0f ? 1 : 0, most = rounded < 255 ? rounded : 255;
+  *code = static_cast<uint8_t>(most > least ? most : least);
+}
+
+template <typename Code>
+void encode(const float *__restrict values, Code *__restrict codes, uint16_t scale, int64_t count, Noise noise) {
+  if (scale == NO_SCALE) return static_cast<void>(std::memset(codes, 0, count));
+  const float inverse = 1.0f / wide(scale);
+  const uint16_t *__restrict drawn = noise.start;
+  const uint16_t key = noise.key;
+  for (int64_t i = 0; i < count; ++i) round_share(values[i] * inverse, drawn[i] ^ key, codes + i);
 }
 
 // Calls act with each block of a run, the place of its first element, and how many it has.
@@ -488,28 +493,56 @@ void each_block(const Operand &o, int64_t run, const Act &act) {
   }
 }
 
+struct Coded {  // the moments of a block
+  int8_t *first_codes;
+  uint8_t *second_codes;
+  float first_factor, second_factor;
+};
+
+// As adamw_block, from codes to float32 moments, which are rounded when the largest is known.
+template <int mode, typename Rule, typename Gradient>
+void adamw_coded(const Rule &rule, uint16_t *__restrict weight_at, Low<mode> *__restrict low_at,
+                 const Gradient *__restrict gradient_at, const Coded &moments, float *__restrict first_at,
+                 float *__restrict second_at, Noise noise, int64_t count) {
+  const int8_t *__restrict first_codes = moments.first_codes;
+  const uint8_t *__restrict second_codes = moments.second_codes;
+  const float first_factor = moments.first_factor, second_factor = moments.second_factor;
+  for (int64_t i = 0; i < count; ++i) {
+    float weight = joined<mode>(weight_at[i], keeps_low<mode> ? low_at[i] : Low<mode>());
+    float first = first_of(first_codes[i], first_factor);
+    float second = second_of(second_codes[i], second_factor);
+    rule.step(&weight, wide(gradient_at[i]), &first, &second);
+    first_at[i] = first, second_at[i] = second;
+    uint16_t high;
+    Low<mode> low;
+    split_up<mode>(weight, needs_noise<mode> ? noise.start[i] ^ noise.key : 0, &high, &low);
+    weight_at[i] = high;
+    if constexpr (keeps_low<mode>) low_at[i] = low;
+  }
+}
+
 template <int mode>
 void adamw_blocks(const Job &job, const Piece &piece) {
   alignas(64) float first[BLOCK], second[BLOCK];
-  alignas(64) uint16_t noise[BLOCK];
   const Operand &o = *piece.operand;
   ElementNoise of_weight(job.tile, o.weight_stream);
   ElementNoise of_first(job.tile, o.first_stream), of_second(job.tile, o.second_stream);
   with_adamw(job, o, [&](const auto &rule, const auto *gradient) {
     each_block(o, piece.run, [&](int64_t block, int64_t start, int64_t count) {
       auto *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
-      auto *first_at = static_cast<int8_t *>(o.first) + start;
-      auto *second_at = static_cast<uint8_t *>(o.second) + start;
-      prefetch_ahead(o.count - start, o.weight + start, low, gradient + start, first_at, second_at);
-      decode_first(first_at, o.first_scales[block], first, count);
-      decode_second(second_at, o.second_scales[block], second, count);
-      of_weight.fill(noise, o.start + start, count);
-      const Noise drawn(noise);
-      adamw_block<mode, true>(rule, o.weight + start, low, gradient + start, first, second, drawn, drawn, drawn, count);
-      of_second.fill(noise, o.start + start, count);
-      encode_second(second, second_at, o.second_scales + block, count, noise);
-      of_first.fill(noise, o.start + start, count);
-      encode_first(first, first_at, o.first_scales + block, count, noise);
+      uint16_t *first_scale = o.first_scales + block, *second_scale = o.second_scales + block;
+      const Coded moments{static_cast<int8_t *>(o.first) + start, static_cast<uint8_t *>(o.second) + start,
+                          factor_of_first(*first_scale), wide(*second_scale)};
+      prefetch_ahead(o.count - start, o.weight + start, low, gradient + start, moments.first_codes,
+                     moments.second_codes);
+      const int64_t place = o.start + start;
+      adamw_coded<mode>(rule, o.weight + start, low, gradient + start, moments, first, second,
+                        of_weight.of(place, count), count);
+      const uint32_t first_most = largest_of(first, count), second_most = largest_of(second, count);
+      *first_scale = scale_of(first_most, *first_scale);
+      *second_scale = scale_of(second_most, *second_scale);
+      encode(second, moments.second_codes, *second_scale, count, of_second.of(place, count));
+      encode(first, moments.first_codes, *first_scale, count, of_first.of(place, count));
     });
   });
 }
@@ -517,22 +550,22 @@ void adamw_blocks(const Job &job, const Piece &piece) {
 template <int rule, int mode>
 void step_blocks(const Job &job, const Piece &piece) {
   alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK];
-  alignas(64) uint16_t noise[BLOCK];
   const Operand &o = *piece.operand;
   ElementNoise of_weight(job.tile, o.weight_stream), of_first(job.tile, o.first_stream);
   each_block(o, piece.run, [&](int64_t block, int64_t start, int64_t count) {
     Low<mode> *low = keeps_low<mode> ? static_cast<Low<mode> *>(o.low) + start : nullptr;
-    int8_t *first_at = static_cast<int8_t *>(o.first) + start;
-    prefetch_ahead(o.count - start, o.weight + start, low, first_at);
+    int8_t *codes = static_cast<int8_t *>(o.first) + start;
+    uint16_t *scale = o.first_scales + block;
+    prefetch_ahead(o.count - start, o.weight + start, low, codes);
     prefetch_gradient(o, start);
     load_weight<mode>(o.weight + start, low, weight, count);
     load_gradient(o, start, gradient, count);
-    decode_first(first_at, o.first_scales[block], first, count);
+    const float factor = factor_of_first(*scale);
+    for (int64_t i = 0; i < count; ++i) first[i] = first_of(codes[i], factor);
     step_rule<rule>(job, weight, gradient, first, count);
-    of_first.fill(noise, o.start + start, count);
-    encode_first(first, first_at, o.first_scales + block, count, noise);
-    of_weight.fill(noise, o.start + start, count);
-    store_weight<mode>(weight, o.weight + start, low, count, Noise(noise), 0);
+    *scale = scale_of(largest_of(first, count), *scale);
+    encode(first, codes, *scale, count, of_first.of(o.start + start, count));
+    store_weight<mode>(weight, o.weight + start, low, count, of_weight.of(o.start + start, count), 0);
   });
 }
 

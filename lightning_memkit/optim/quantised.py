@@ -189,8 +189,7 @@ def _first_codes(shares: Tensor, below: Tensor) -> Tensor:
     """The signed root of each share, up with the probability that makes its square exact in the mean."""
     squares = shares.abs() * _LEVELS_FIRST**2
     low = squares.sqrt().floor_().clamp_(max=_LEVELS_FIRST - 1)
-    chance = (squares - low * low) / (low + low + 1)
-    code = low + (below < chance)
+    code = low + (below * (low + low + 1) < squares - low * low)
     return torch.where(shares < 0, -code, code).nan_to_num_(0.0).to(torch.int8)
 
 
