@@ -1,10 +1,12 @@
 """The part of the exactness benchmark that runs on two ranks."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from benchmarks import _exactness_ranks
 from benchmarks._exactness_generator import cases_of
 from benchmarks._exactness_ranks import (
     AVERAGED,
@@ -19,6 +21,7 @@ from benchmarks._exactness_ranks import (
     outcome_of,
 )
 from lightning_memkit.micro_batching import split_batch
+from tests.processes import run_on_ranks
 
 CASES = {case.name: case for case in cases_of(1)}
 
@@ -65,8 +68,16 @@ def test_what_one_rank_alone_refuses_is_different_and_what_was_warned_of_is_not(
     assert outcome_of(found, [(None, 0, "", True, False), fine]).outcome == ""
 
 
-def test_two_ranks_train_on_the_joined_batch() -> None:
+def test_two_ranks_train_on_the_joined_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum over rows trains on the ranks' mean, as without memkit; steps that rows act in are not judged."""
+
+    def launched(module: str, arguments: str, results: Path) -> bool:
+        """What the benchmark's launcher does, without its imports and its watch."""
+        done = run_on_ranks(module, arguments)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return False
+
+    monkeypatch.setattr(_exactness_ranks, "watched", launched)
     found = judged_on_ranks(1, ["by_positives", "sum", "contrastive"])
     assert {one.name: one.outcome for one in found} == {"by_positives": JOINED, "sum": AVERAGED}
     assert figures_on_ranks(found) == {

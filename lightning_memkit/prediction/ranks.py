@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
@@ -249,13 +250,18 @@ def _fsdp_buffers_named(simulation: RankSimulation) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _largest_share_first() -> Iterator[None]:
-    """Give rank 0 of ZeRO-1 the shard whose optimizer states take the most."""
+def zero_redundancy_optimizer() -> type[Optimizer]:
+    """Torch's; importing it takes 0.2 s, once a process and not once a fork if that which forks calls this, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch itself uses what it deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    zero: Any = ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer
+
+
+@contextmanager
+def _largest_share_first() -> Iterator[None]:
+    """Give rank 0 of ZeRO-1 the shard whose optimizer states take the most."""
+    zero: Any = zero_redundancy_optimizer()
     plain = zero._partition_parameters
 
     def partition(self: Any, params_per_rank: list[list[Tensor]] | None = None) -> list[list[dict[str, Any]]]:

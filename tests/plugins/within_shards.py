@@ -18,7 +18,7 @@ from tests.plugins.test_within_modules import WIDTH, Pairs, clip
 from tests.plugins.toys import trainer
 from tests.plugins.two_ranks_within import FailsOnOne
 
-ROWS, STEPS = 128, 4
+ROWS, STEPS = 128, 3
 
 
 class Block(nn.Module):

@@ -33,7 +33,7 @@ from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
 from lightning_memkit.prediction.devices import Device, device_named
 from lightning_memkit.prediction.fake_results import contained_simulation
 from lightning_memkit.prediction.pretrained import without_reading_weights
-from lightning_memkit.prediction.ranks import RankSimulation
+from lightning_memkit.prediction.ranks import RankSimulation, zero_redundancy_optimizer
 from lightning_memkit.prediction.refusals import check_batch, explained
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
@@ -113,6 +113,8 @@ def predict_memory(
             predicted or does not determine the number of ranks, or the device is unknown.
     """
     options, ranks = _checked(dict(trainer or {}))
+    if ranks:
+        zero_redundancy_optimizer()
     batch = batch_of(batch)
     check_batch(batch)
     target = None if device == "cpu" else device_named(device)
