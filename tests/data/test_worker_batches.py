@@ -1,5 +1,6 @@
 """Worker processes: their order, their errors, and what they tell."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -223,3 +224,26 @@ def test_workers_end_where_the_batches_are_let_go():
     batches.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("is_persistent", [True, False])
+def test_workers_in_a_reference_cycle_are_told_to_end(monkeypatch, is_persistent):
+    """The collector closed what tells them first, and waited 5 s for each worker."""
+    end, open_queues = _MultiProcessingDataLoaderIter._shutdown_workers, []
+
+    def noted(iterator):
+        if iterator._workers is processes:
+            open_queues.append(
+                [bool(one._close and one._close.still_active()) for one in iterator._index_queues]
+            )
+        end(iterator)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", noted)
+    held = [WorkerBatches(squares, WorkerOptions(num_workers=2, is_persistent=is_persistent))]
+    held += [held, held[0].batches(JOBS)]
+    next(held[2])
+    processes = held[0]._iterator._workers
+    del held
+    gc.collect()
+    assert open_queues[0] == [True, True]
+    assert [process.exitcode for process in processes] == [0, 0]

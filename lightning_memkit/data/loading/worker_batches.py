@@ -12,6 +12,7 @@ import re
 import signal
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -122,6 +123,7 @@ class WorkerBatches:
             with _any_number_of_workers(), starting():
                 self._iterator = iter(self._loader)
             _raise_only_here(self._iterator)
+            _keep_queues(self._iterator)
             with contextlib.closing(self._received()) as received:
                 yield from map(asked.taken, received)
         except Exception as error:
@@ -188,6 +190,15 @@ def _raise_only_here(iterator: Any) -> None:
     if forget is not None and getattr(iterator, "_worker_pids_set", False):
         forget(id(iterator))
         iterator._worker_pids_set = False
+
+
+def _keep_queues(iterator: Any) -> None:
+    """Keep the queues by which torch tells its workers to end until the iterator is finalized.
+
+    What holds an iterator is often in a reference cycle, as a Trainer is. The collector would close the queues before
+    it ends the workers, and wait 5 s for each.
+    """
+    weakref.finalize(iterator, _unchanged, getattr(iterator, "_index_queues", None)).atexit = False
 
 
 @contextlib.contextmanager
