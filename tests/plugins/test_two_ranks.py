@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.plugins.toys import trained, weights
-from tests.plugins.two_ranks import TAGGERS
+from tests.plugins.two_ranks import ROWS, STEPS, TAGGERS
 from tests.processes import Ran, run_on_ranks, selected
 
 KEPT_FROM_LESS = "as if it were clamped for all rows"
@@ -30,8 +30,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def difference(ranks: dict[str, torch.Tensor], loss: str) -> float:
-    data = DataLoader(TAGGERS[loss].rows(80), 8)  # pyright: ignore[reportArgumentType]
-    whole, _ = trained(dtype=torch.float64, max_steps=10, data=data, module=TAGGERS[loss])
+    data = DataLoader(TAGGERS[loss].rows(STEPS * ROWS), ROWS)  # pyright: ignore[reportArgumentType]
+    whole, _ = trained(dtype=torch.float64, max_steps=STEPS, data=data, module=TAGGERS[loss])
     return float((ranks["weights"] - weights(whole)).abs().max())
 
 

@@ -59,6 +59,9 @@ TAGGERS = {
 }
 
 
+STEPS, ROWS = 7, 8  # a step's rows are those of both ranks
+
+
 def main(path: str, micro_batch_size: int, strategy: str, *losses: str) -> None:
     torch.set_num_threads(1)
     found = {loss: trained_on_two_ranks(TAGGERS[loss], micro_batch_size, strategy) for loss in losses}
@@ -73,19 +76,20 @@ def trained_on_two_ranks(
     """Rank 0's weights and warnings, and by how much the ranks differ; rank 1 has the rows with more labels."""
     callbacks = [MemoryBudget("1GiB", micro_batch_size)] if micro_batch_size else []
     kind: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp"
-    fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kind, gradient_clip_val=0.5,
+    fitted = trainer(*callbacks, max_steps=STEPS, devices=2, strategy=kind, gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
     torch.manual_seed(0)
     kind_of_model = type("Model", (Sharded, tagger), {}) if strategy == "fsdp2" else tagger
     module = kind_of_model().double()
-    rows = tagger.rows(80)
+    rows, half = tagger.rows(STEPS * ROWS), ROWS // 2
     steps = [
-        sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)
+        sorted(rows[i : i + ROWS], key=lambda row: int((row["labels"] != -100).sum()))
+        for i in range(0, len(rows), ROWS)
     ]
-    mine = [row for step in steps for row in step[4 * fitted.global_rank : 4 * fitted.global_rank + 4]]
+    mine = [row for step in steps for row in step[half * fitted.global_rank :][:half]]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fitted.fit(module, DataLoader(mine, batch_size=4))  # pyright: ignore[reportArgumentType]
+        fitted.fit(module, DataLoader(mine, batch_size=half))  # pyright: ignore[reportArgumentType]
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
     weights = torch.cat([p.detach().flatten() for p in whole])
     gathered = [torch.empty_like(weights) for _ in range(2)]
