@@ -62,7 +62,7 @@ def run(folder: Path, budget: str, bf16: bool) -> tuple[int, float, MemoryBudget
     callback, report = MemoryBudget(budget, enforce="always"), MemoryReport(live=False)
     plugins: dict[str, Any] = {"plugins": [PureBF16Precision()]} if bf16 else {}
     module = model()
-    fitted = trainer(ActivationCheckpointing(), callback, report, max_steps=8, gradient_clip_val=1.0,
+    fitted = trainer(ActivationCheckpointing(), callback, report, max_steps=6, gradient_clip_val=1.0,
                      limit_val_batches=0, default_root_dir=folder, **plugins)  # fmt: skip
     fitted.fit(module, datamodule=PackedDataModule(documents(), context=CONTEXT, batch_size=ROWS))
     assert callback.sizing is not None
