@@ -1,9 +1,10 @@
 """Distinguish running out of memory from every other error, and free what it left."""
 
-import gc
 import re
 
 import torch
+
+from lightning_memkit.utilities.garbage import collect_all
 
 # Messages of allocators that raise a plain RuntimeError, in lower case. "Out of memory" alone is not enough:
 # "ran out of memory-mapped files" is no failed allocation. cuSPARSE's errors come as descriptions, those of the other
@@ -50,6 +51,6 @@ def free_memory() -> None:
     Call it after the handler of an error, not inside: there the traceback keeps the failed step's tensors
     alive.
     """
-    gc.collect()
+    collect_all()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

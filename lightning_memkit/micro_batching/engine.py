@@ -1,6 +1,5 @@
 """Train a run's batches within a budget: prove, size, split, weigh, recover. Knows nothing of Lightning."""
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.sizes.sizing import Foreseen
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
+from lightning_memkit.utilities.garbage import collect_all, new_garbage
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.patching import Undo
 from lightning_memkit.utilities.tensors import tensors_of
@@ -133,14 +133,13 @@ class Engine:
         # A data set may draw random numbers while it is scanned for its largest sample.
         generators = Generators()
         try:
-            with unmetered():  # a meter around the step must see the step alone
+            with unmetered(), new_garbage():  # a meter around the step must see the step alone
                 if self.prepared:
                     self._journaling.follow(step)
-                    probes = self.choice.weighing.probes
                     self.choice.before_later(step)
-                    if self.choice.weighing.probes != probes:
-                        gc.collect()  # as after the first
                 else:
+                    if self.loop.device.type != "cpu":
+                        collect_all()  # what earlier work has left would count as the step's
                     self._prepare_first(step)
             outlive = self.trials.adds_up or not self.loop.zeroes_gradients(step.optimizer)
             self.runner.gradients_outlive(outlive)
@@ -167,7 +166,6 @@ class Engine:
         self.record.peak_bytes = self.record.sizing.peak_bytes
         self.recovery.changing = self.trials.changing
         self.prepared = True
-        gc.collect()  # reference cycles among the nodes of the trials' graphs hold tensors until then
 
     def _meet(self) -> None:
         """Connect the ranks, so that one that runs out of memory leaves no other waiting."""
