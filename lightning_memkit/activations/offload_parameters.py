@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Set
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memkit.utilities.tensors import is_wrapper
 
 # Autograd's names of views and casts: a chain of these that starts at a parameter still counts as the
 # parameter.
@@ -33,7 +34,7 @@ class Weights:
     def _look(self) -> None:
         parameters = list(self._block.parameters())
         # A submodule that is sharded by itself gets its gathered parameters later in the block's forward.
-        self._changing = any(map(is_traceable_wrapper_subclass, parameters))
+        self._changing = any(map(is_wrapper, parameters))
         self._here = stored_weights(self._block)
         self._frozen = {
             (shape, parameter.dtype)
@@ -76,5 +77,5 @@ def stored_weights(module: nn.Module) -> set[int]:
 
 def _storages(module: nn.Module) -> Iterator[int]:
     for tensor in (*module.parameters(), *module.buffers()):
-        if not is_traceable_wrapper_subclass(tensor):
+        if not is_wrapper(tensor):
             yield tensor.untyped_storage()._cdata

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.activations.operators import Kind
 from lightning_memkit.activations.randomness import OperatorRandomState
 from lightning_memkit.memory import recomputation
 from lightning_memkit.memory.meter import tensors_in
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _T = TypeVar("_T")
 
@@ -185,7 +185,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is one storage and a layout; sparse, nested, quantized and wrapped ones are more than that."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
-    return type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor)
+    return type(tensor) is Tensor or not is_wrapper(tensor)
 
 
 def copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

@@ -7,7 +7,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -18,6 +17,7 @@ from lightning_memkit.activations.planned import BudgetPlan, run_recorded, run_s
 from lightning_memkit.activations.policies import CompiledBlocks, Policy, SavedOperators, matches
 from lightning_memkit.activations.whole_blocks import BlockSwitch, run_checkpointed, without_empty_cache
 from lightning_memkit.utilities.errors import NoEffectWarning
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _BUDGET_COMPILED = (
     'policy="budget:x" measures operators and can\'t be compiled around; write "compile:x" in place of compiling the '
@@ -155,7 +155,7 @@ def _for_compiler(policy: SavedOperators) -> Any:
 def _has_wrappers(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether there are wrapper tensors (DTensor): a tape can't see the tensors inside."""
     return any(
-        is_traceable_wrapper_subclass(tensor)
+        is_wrapper(tensor)
         for tensor in (*block.parameters(), *tree_leaves((args, kwargs)))
         if isinstance(tensor, Tensor)
     )

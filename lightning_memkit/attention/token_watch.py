@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memkit.utilities.tensors import tensors_of
+from lightning_memkit.utilities.tensors import is_wrapper, tensors_of
 
 Key = tuple[str, int, int]  # the module's path, the number of the call, the index of the returned tensor
 
@@ -84,7 +83,7 @@ class TokenWatch:
     def _note(self, into: dict[Key, Tensor], call: tuple[str, int], tensors: Any) -> None:
         in_rows = (self._rows, self._length), (1, self._rows * self._length)
         for index, tensor in enumerate(tensors_of(tensors)):
-            is_plain = tensor.is_floating_point() and not is_traceable_wrapper_subclass(tensor)
+            is_plain = tensor.is_floating_point() and not is_wrapper(tensor)
             if is_plain and tuple(tensor.shape[:2]) in in_rows:
                 into[(*call, index)] = _digest(tensor)
                 self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)

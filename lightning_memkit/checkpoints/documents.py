@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.utilities.tensors import is_wrapper
 
 RESERVED = ("__metadata__", "memkit/structure", "memkit/checksums")  # names that the file format reserves
 _WEIGHTS = "state_dict"  # its tensors keep the names that the module gives them
@@ -128,7 +128,7 @@ class _DocumentEncoder:
 
     def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> Any:
         refuse_tensor(value, path)
-        if is_traceable_wrapper_subclass(value):
+        if is_wrapper(value):
             return self._wrapper(value, path)
         value = value.detach()
         plain = value if type(value) is Tensor else value.as_subclass(Tensor)

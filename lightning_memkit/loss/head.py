@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.loss.backends import Backend, choose, refuse_skipping
 from lightning_memkit.loss.chunks import HeadTerms
 from lightning_memkit.loss.head_function import ChunkPlan, LinearCrossEntropy
 from lightning_memkit.memory.units import parse_bytes
+from lightning_memkit.utilities.tensors import is_wrapper
 
 IGNORED_LABEL = -100
 Reduction = Literal["mean", "sum", "none"]
@@ -173,7 +173,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
-        if tensor is not None and is_traceable_wrapper_subclass(tensor):
+        if tensor is not None and is_wrapper(tensor):
             raise ValueError(
                 f"{name} is a {type(tensor).__name__}, which can't be split into chunks; pass plain tensors. With "
                 "FSDP2 leave the head in the root's group (no fully_shard of its own), or shard it with "

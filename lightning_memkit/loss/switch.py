@@ -10,13 +10,13 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.loss.backends import Backend, refuse_skipping
 from lightning_memkit.loss.lazy_logits import lazy_linear
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.errors import NoEffectWarning
 from lightning_memkit.utilities.patching import replace_method
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _MARK = "_memkit_chunked_loss"
 _REMEDY = "call linear_cross_entropy(hidden, weight, labels) in training_step instead"
@@ -163,7 +163,7 @@ def _refuse(name: str, head: nn.Module) -> None:
     weight = getattr(head, "weight", None)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(f"{name} is a {type(head).__name__}, no plain nn.Linear: {_REMEDY}.")
-    if is_traceable_wrapper_subclass(weight) and type(weight).__name__ != "DTensor":
+    if is_wrapper(weight) and type(weight).__name__ != "DTensor":
         raise ValueError(
             f"The weight of {name} is a {type(weight).__name__}: it can't be split into chunks; leave the head out of "
             "quantisation."

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    is_traceable_wrapper_subclass,
 )
 from typing_extensions import Self
 
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.utilities.tensors import is_wrapper
 
 # Stack frames between autograd's engine and a meter: meters, and torch's wrappers of them.
 _OWN, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
@@ -277,7 +277,7 @@ def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor; for a wrapper subclass (DTensor) those of its inner tensors."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, Tensor):  # a DTensor also lists its mesh
@@ -290,6 +290,6 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 def storage_is_freed(tensor: Tensor) -> bool:
     """Whether a live tensor's memory was freed, as FSDP does; reading it would crash the process."""
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+    if tensor.layout is not torch.strided or is_wrapper(tensor):
         return False
     return bool(not tensor.untyped_storage().nbytes() and tensor.numel() and tensor.device.type != "meta")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.blocks import flat_views, local_part, quick_reads
 from lightning_memkit.optim.methods import SLOTS, combines_over_the_model
 from lightning_memkit.optim.quantised import plain_name, row_length
+from lightning_memkit.utilities.tensors import is_wrapper
 
 # Fixed sizes, so that a slice always starts at the same element, on which the rounding noise depends.
 PIECE_ELEMENTS_CPU = 1 << 19
@@ -183,6 +183,6 @@ class Scratch:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the scratch memory and so must not be kept."""
-        if self._memory is None or is_traceable_wrapper_subclass(tensor):  # DTensors, torchao's states
+        if self._memory is None or is_wrapper(tensor):  # DTensors, torchao's states
             return False
         return tensor.untyped_storage()._cdata == self._memory.untyped_storage()._cdata

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memkit.utilities.tensors import is_wrapper
 
 Storage = Literal["keep", "nearest", "stochastic"]
 
@@ -43,7 +44,7 @@ def storage_of(
         return "keep"
     if value.shape != like.shape or value.dim() == 0 or state.get(KEEP_FLOAT32):
         return "keep"
-    if is_traceable_wrapper_subclass(value) and not hasattr(value, "to_local"):
+    if is_wrapper(value) and not hasattr(value, "to_local"):
         return "keep"  # torchao's states are quantized already
     if name in SECOND_MOMENTS:
         return "stochastic"

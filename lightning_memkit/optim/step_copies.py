@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
 from lightning_memkit.optim.own_attributes import (
@@ -29,6 +28,7 @@ from lightning_memkit.optim.pages import pages_used_again
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.utilities.class_attributes import restore_class_attributes
 from lightning_memkit.utilities.rewindable import make_rewindable
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _PLAIN_TENSORS = (Tensor, Parameter)
 # The C library often returns memory of a few MiB without page faults, but not in every process.
@@ -81,7 +81,7 @@ class StepCopies:
         for parameter, data, gradient in self._weights:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-            if not _is_wrapper(parameter) and parameter.data_ptr() != data.data_ptr():
+            if not is_wrapper(parameter) and parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
         self._values.write_back()
 
@@ -283,13 +283,9 @@ def bytes_to_copy(optimizer: Optimizer, parameter: Parameter) -> int:
     return size
 
 
-def _is_wrapper(tensor: Tensor) -> bool:
-    return type(tensor) not in _PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
-
-
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors inside a tensor: the shard of a DTensor, the codes and scales of torchao's states."""
-    if not _is_wrapper(tensor):
+    if not is_wrapper(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]

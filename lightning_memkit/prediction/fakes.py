@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.prediction.fake_results import results_of
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _HOST = torch.device("cpu")
 
@@ -67,7 +67,7 @@ class Fakes:
             self.mode.cache_enabled = before
 
     def _made(self, real: Tensor) -> Tensor:
-        if is_traceable_wrapper_subclass(real) or real.layout is not torch.strided:
+        if is_wrapper(real) or real.layout is not torch.strided:
             return self.mode.from_tensor(real)
         with unmetered(), torch.no_grad():
             bare = torch.empty(0, dtype=real.dtype, device="meta")

@@ -1,10 +1,12 @@
 """Find the tensors in nested values; send one to a device."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 
 def tensors_of(item: Any) -> Iterator[Tensor]:
@@ -26,3 +28,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether a value is a tensor made of others, as a DTensor is: torch's own answer, looked up once a class."""
+    return _is_wrapper_class(type(value))
+
+
+@lru_cache(maxsize=256)
+def _is_wrapper_class(kind: type) -> bool:
+    return is_traceable_wrapper_subclass_type(kind)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_workers_in_a_reference_cycle_are_told_to_end(monkeypatch, is_persistent
         end(iterator)
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", noted)
-    held = [WorkerBatches(squares, WorkerOptions(num_workers=2, is_persistent=is_persistent))]
+    held: list[Any] = [WorkerBatches(squares, WorkerOptions(num_workers=2, is_persistent=is_persistent))]
     held += [held, held[0].batches(JOBS)]
     next(held[2])
     processes = held[0]._iterator._workers

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.micro_batching.changes.own_objects import DEEPEST, is_own, state_of
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _PLAIN = frozenset({int, str, bytes, bool, type(None)})
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +51,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     bits = BITS.get(a.element_size())
     if a.device != b.device or a.layout is not torch.strided or a.is_meta or bits is None or a.is_quantized:
         return False
-    if is_traceable_wrapper_subclass(a) or a.shape != b.shape or a.dtype != b.dtype:
+    if is_wrapper(a) or a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_floating_point() or a.is_complex():
         a, b = a.view(bits), b.view(bits)

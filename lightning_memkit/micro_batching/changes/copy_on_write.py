@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from lightning_memkit.memory.meter import storage_is_freed, storages_of, tensors_in
+from lightning_memkit.utilities.tensors import is_wrapper
 
 # Batch normalization's operators write to these arguments, though their schema does not mark them as written.
 _WRITTEN_UNSAID = ("running_mean", "running_var")
@@ -65,7 +66,7 @@ class CopyOnWrite(TorchDispatchMode):
 
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy on the host; of a tensor subclass (a sharded tensor, say), on its own device."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         return tensor.detach().clone()
     with torch.inference_mode(tensor.is_inference()):
         return tensor.detach().to("cpu", copy=True)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.memory.meter import storage_is_freed
 from lightning_memkit.micro_batching.changes.alike import alike, same_bits
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange, label
 from lightning_memkit.micro_batching.changes.tensor_attributes import attributes_of
+from lightning_memkit.utilities.tensors import is_wrapper
 
 LAZY = (UninitializedBuffer, UninitializedParameter)
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -137,7 +137,7 @@ class KeptTensor:
         if self._kind is not type(self.tensor):
             return True
         alias = self.alias
-        if self.uninitialized or is_traceable_wrapper_subclass(alias) or alias.layout is not torch.strided:
+        if self.uninitialized or is_wrapper(alias) or alias.layout is not torch.strided:
             return False
         if storage_is_freed(alias):
             return False
@@ -262,7 +262,7 @@ class KeptTensor:
 
 def _address_of(tensor: Tensor) -> int | None:
     """Where its values lie; None for a tensor that has no address, or one for each shard."""
-    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+    if is_wrapper(tensor) or tensor.layout is not torch.strided:
         return None
     try:
         return tensor.data_ptr()

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.memory.meter import storage_is_freed, unmetered
 from lightning_memkit.micro_batching.changes.alike import BITS
 from lightning_memkit.micro_batching.changes.still_modules import StillModules
+from lightning_memkit.utilities.tensors import is_wrapper
 
 _COMPARED_BYTES = 2**14  # of a tensor on the host, whose values are compared in every step
 _MOST_COMPARED = 256  # tensors
@@ -58,7 +58,7 @@ class SpareCopies:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A copy of a tensor's values of now; None where it is too large, or often changed."""
-        if tensor.is_inference() or is_traceable_wrapper_subclass(tensor):
+        if tensor.is_inference() or is_wrapper(tensor):
             return None
         if tensor.layout is not torch.strided or tensor.is_meta or storage_is_freed(tensor):
             return None

@@ -3,7 +3,8 @@
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memkit.utilities.tensors import is_wrapper
 
 
 class NamesOfTorch:
@@ -14,8 +15,9 @@ class NamesOfTorch:
 
     def __init__(self, tensor: Tensor) -> None:
         self._inner: Any = None
-        if tensor.__dict__ and is_traceable_wrapper_subclass(tensor):
-            self._inner = tensor.__tensor_flatten__()[0]
+        if tensor.__dict__ and is_wrapper(tensor):
+            of_parts: Any = tensor
+            self._inner = of_parts.__tensor_flatten__()[0]
 
     def __contains__(self, name: object) -> bool:
         name = str(name)
