@@ -32,7 +32,7 @@ from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.sizes.sizing import Foreseen
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
-from lightning_memkit.utilities.garbage import collect_all, new_garbage
+from lightning_memkit.utilities.garbage import collect_all, new_garbage, put_aside
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.patching import Undo
 from lightning_memkit.utilities.tensors import tensors_of
@@ -140,6 +140,7 @@ class Engine:
                 else:
                     if self.loop.device.type != "cpu":
                         collect_all()  # what earlier work has left would count as the step's
+                    put_aside()
                     self._prepare_first(step)
             outlive = self.trials.adds_up or not self.loop.zeroes_gradients(step.optimizer)
             self.runner.gradients_outlive(outlive)

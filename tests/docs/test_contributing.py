@@ -1,5 +1,6 @@
 """CONTRIBUTING.md names commands and files that there are."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,10 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 
 
 def made(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "--no-print-directory", *words], cwd=ROOT, capture_output=True, text=True)
+    # As from a shell, not from the `make` that may run these tests.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("path", FILES)

@@ -31,6 +31,7 @@ from lightning_memkit.micro_batching.proof.row_runs import (
 )
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
+from lightning_memkit.utilities.garbage import put_aside
 from lightning_memkit.utilities.generators import another_seed
 
 # Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
@@ -63,6 +64,7 @@ class RowTrials:
             NotFiniteError: on a rank, the rows' gradient is not finite.
             NothingCountsError: on a rank, no row has a gradient, or counts in a term; or they show less than is known.
         """
+        put_aside()  # nodes of autograd graphs are in cycles, which hold tensors
         self._runs.trials.capture = None
         if self._runs.draws is not None:
             self._runs.draws.record()

@@ -30,7 +30,6 @@ from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.accumulation import ignoring_accumulation
 from lightning_memkit.optim.methods import uses_closure_its_own_way
-from lightning_memkit.utilities.garbage import put_aside
 from lightning_memkit.utilities.generators import Generators, seed_all
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
@@ -221,7 +220,6 @@ class Trials:
 
     def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""
-        put_aside()  # nodes of autograd graphs are in cycles, which hold tensors
         reads = None if look is None else ReadGradients(step)
 
         def run(part: Any) -> bool:
