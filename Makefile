@@ -28,10 +28,10 @@ demo: $(FOR_DEMO)
 	$(BIN)/memkit fit --config examples/pretrain_causal_lm/budget.yaml --config examples/pretrain_causal_lm/demo.yaml \
 	  $$($(BIN)/python -c 'import torch; print("--config examples/pretrain_causal_lm/demo_on_gpu.yaml" * torch.cuda.is_available())')
 
-# The two that use one core each run beside each other, and the longer one beside the first tests.
+# Two at once: those that use one core run beside each other, and the longest of them beside the first tests.
 ifeq ($(strip $(ROOM)),)
-test: lint
-	@$(MAKE) --no-print-directory --jobs=2 types docs unit
+test: $(FOR_TEST)
+	@$(MAKE) --no-print-directory --jobs=2 lint types docs unit
 else ifeq ($(words $(ROOM)) $(filter $(ROOM),$(ROOMS)),1 $(strip $(ROOM)))
 test: lint room
 else

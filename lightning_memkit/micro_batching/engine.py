@@ -140,7 +140,7 @@ class Engine:
                 else:
                     if self.loop.device.type != "cpu":
                         collect_all()  # what earlier work has left would count as the step's
-                    put_aside()
+                    put_aside()  # nodes of the trials' graphs are in cycles, which hold tensors
                     self._prepare_first(step)
             outlive = self.trials.adds_up or not self.loop.zeroes_gradients(step.optimizer)
             self.runner.gradients_outlive(outlive)

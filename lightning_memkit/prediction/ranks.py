@@ -251,7 +251,7 @@ def _fsdp_buffers_named(simulation: RankSimulation) -> Iterator[None]:
 
 
 def zero_redundancy_optimizer() -> type[Optimizer]:
-    """Torch's; importing it takes 0.2 s, once a process and not once a fork if that which forks calls this, too."""
+    """Torch's class for ZeRO-1. The first call imports it: call this before forks, or each imports it by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch itself uses what it deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_memkit.utilities.garbage import keep_aside
+
 _NOT_IN_FORKS = ("cuda", "xpu")
 _starts = (
     threading.RLock()
@@ -42,6 +44,7 @@ def leave_inherited(*, collects: bool) -> None:
     """
     global _starts
     _starts = threading.RLock()  # the original's is held
+    keep_aside()
     gc.freeze()
     if collects:
         gc.enable()

@@ -1,7 +1,7 @@
-"""Reference cycles, collected at the price of what a piece of work has made.
+"""Collect the reference cycles that a piece of work has made, without looking at the rest of the process.
 
-A full collection looks at every object of the process: a quarter of a second once torch, Lightning and transformers
-are imported, which is as much as many a training step takes.
+A full collection looks at every object there is: once torch, Lightning and transformers are imported, that takes as
+long as many a training step.
 """
 
 import gc
@@ -9,47 +9,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _PutAside:
-    """Whether objects may be put aside, and whether they are (`gc.freeze`)."""
+class _State:
+    """Of this process, whose objects the collector has in one place.
 
-    wanted = False  # something is made from here on whose cycles are to be collected
-    may_be = False
-    are = False
+    Attributes:
+        is_open: a `new_garbage` is under way.
+        has_begun: within it, objects are made whose cycles are to be collected.
+        is_ours: what was there before is frozen (`gc.freeze`), by `put_aside`.
+    """
+
+    is_open = False
+    has_begun = False
+    is_ours = False
 
 
 @contextmanager
 def new_garbage() -> Iterator[None]:
-    """Collect at its end what was made after the first `put_aside` within, and that alone; nothing without one.
+    """At its end collect what was made since the first `put_aside` within, and only that; nothing without one.
 
-    Where somebody else has called `gc.freeze`, the collection is a full one, which looks at what is not frozen.
+    If somebody else has called `gc.freeze`, everything that is not frozen is looked at, as by `gc.collect`.
     """
-    _PutAside.may_be, before = True, _PutAside.may_be
+    is_outermost, _State.is_open = not _State.is_open, True
     try:
         yield
     finally:
-        _PutAside.may_be = before
-        if _PutAside.wanted and not before:
-            _PutAside.wanted = False
-            gc.collect()
-            _take_back()
+        if is_outermost:
+            begun, _State.is_open, _State.has_begun = _State.has_begun, False, False
+            if begun:
+                gc.collect()
+                _unfreeze()
 
 
 def put_aside() -> None:
-    """Objects that are there are no garbage until the end of `new_garbage`; does nothing outside of it."""
-    if _PutAside.may_be and not _PutAside.wanted:
-        _PutAside.wanted = True
+    """Until the end of `new_garbage`, the collector passes over all objects that exist now; no effect outside."""
+    if _State.is_open and not _State.has_begun:
+        _State.has_begun = True
         if not gc.get_freeze_count():
             gc.freeze()
-            _PutAside.are = True
+            _State.is_ours = True
 
 
 def collect_all() -> None:
     """A full collection, also of what is put aside."""
-    _take_back()
+    _unfreeze()
     gc.collect()
 
 
-def _take_back() -> None:
-    if _PutAside.are:
-        _PutAside.are = False
+def keep_aside() -> None:
+    """In a fork: what the original has put aside stays so, and no `new_garbage` is under way."""
+    _State.is_open = _State.has_begun = _State.is_ours = False
+
+
+def _unfreeze() -> None:
+    """Let the collector look again at what is put aside."""
+    if _State.is_ours:
+        _State.is_ours = False
         gc.unfreeze()

@@ -37,6 +37,12 @@ def drawn(seed: int) -> tuple[OperatorCost, ...]:
     return tuple(operators)
 
 
+COARSE = (
+    21,
+    0.04,
+)  # 113 MiB in values of 1 and 4: no cut at any price lies between what is 3 MiB off and the next
+
+
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("share", [0.04, 0.15])
 @pytest.mark.parametrize("seed", range(60))
@@ -51,7 +57,8 @@ def test_what_eight_blocks_save_at_a_price_is_the_least_that_a_solver_finds(seed
         if sum(choice.seconds for choice in chosen) <= seconds:
             least = min(least, sum(choice.size_bytes for choice in chosen))
     floor = floor_of([operators] * 8, seconds, TAPE)
-    assert floor.bound_bytes * (1 - 1e-3) <= least <= 1.03 * floor.size_bytes + 1
+    allowed = 1.03 if (seed, share) == COARSE else 1.02
+    assert floor.bound_bytes * (1 - 1e-3) <= least <= allowed * floor.size_bytes + 1
 
 
 @pytest.mark.sampled(6)

@@ -227,8 +227,9 @@ def test_workers_end_where_the_batches_are_let_go():
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("receives_ahead", [False, True])
 @pytest.mark.parametrize("is_persistent", [True, False])
-def test_workers_in_a_reference_cycle_are_told_to_end(monkeypatch, is_persistent):
+def test_workers_in_a_reference_cycle_are_told_to_end(monkeypatch, is_persistent, receives_ahead):
     """The collector closed what tells them first, and waited 5 s for each worker."""
     end, open_queues = _MultiProcessingDataLoaderIter._shutdown_workers, []
 
@@ -240,7 +241,8 @@ def test_workers_in_a_reference_cycle_are_told_to_end(monkeypatch, is_persistent
         end(iterator)
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", noted)
-    held: list[Any] = [WorkerBatches(squares, WorkerOptions(num_workers=2, is_persistent=is_persistent))]
+    options = WorkerOptions(num_workers=2, is_persistent=is_persistent, receives_ahead=receives_ahead)
+    held: list[Any] = [WorkerBatches(squares, options)]
     held += [held, held[0].batches(JOBS)]
     next(held[2])
     processes = held[0]._iterator._workers

@@ -14,10 +14,8 @@ from tests.plugins.test_evaluation_below_one_row import made, peak_of_a_row, res
 def main(path: str, strategy: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    options: Any = {
-        "devices": 2,
-        "precision": "32-true",
-    }  # FSDP2 takes no other, and leaves the weights as they are
+    # FSDP2 takes no other precision, and leaves the weights as they are.
+    options: Any = {"devices": 2, "precision": "32-true"}
 
     def found(kind: str, *callbacks: Any) -> torch.Tensor:
         options["strategy"] = FSDP2Strategy() if strategy == "fsdp2" else strategy

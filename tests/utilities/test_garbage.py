@@ -1,12 +1,14 @@
 """Collections that look only at what a piece of work has made."""
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from lightning_memkit.memory.out_of_memory import free_memory
+from lightning_memkit.utilities.forks import leave_inherited
 from lightning_memkit.utilities.garbage import collect_all, new_garbage, put_aside
 
 
@@ -101,3 +103,17 @@ def test_the_outermost_collects() -> None:
         assert gc.get_freeze_count()
     assert made() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_a_fork_leaves_what_it_inherits() -> None:
+    """Destructors of inherited objects may wait for threads that a fork does not have."""
+    with new_garbage():
+        put_aside()
+        inherited = cycle()
+        child = os.fork()
+        if not child:
+            leave_inherited(collects=False)
+            collect_all()
+            os._exit(int(inherited() is None))
+        assert os.waitpid(child, 0)[1] == 0
+    assert inherited() is None

@@ -198,6 +198,7 @@ def _keep_queues(iterator: Any) -> None:
     What holds an iterator is often in a reference cycle, as a Trainer is. The collector would close the queues before
     it ends the workers, and wait 5 s for each.
     """
+    # A finalizer holds its arguments until it is called, which is before the iterator's own; this one does nothing.
     weakref.finalize(iterator, _unchanged, getattr(iterator, "_index_queues", None)).atexit = False
 
 

@@ -64,7 +64,7 @@ class RowTrials:
             NotFiniteError: on a rank, the rows' gradient is not finite.
             NothingCountsError: on a rank, no row has a gradient, or counts in a term; or they show less than is known.
         """
-        put_aside()  # nodes of autograd graphs are in cycles, which hold tensors
+        put_aside()  # nodes of the runs' graphs are in cycles, which hold tensors
         self._runs.trials.capture = None
         if self._runs.draws is not None:
             self._runs.draws.record()

@@ -114,7 +114,7 @@ def predict_memory(
     """
     options, ranks = _checked(dict(trainer or {}))
     if ranks:
-        zero_redundancy_optimizer()
+        zero_redundancy_optimizer()  # imported here, once for all forks
     batch = batch_of(batch)
     check_batch(batch)
     target = None if device == "cpu" else device_named(device)
