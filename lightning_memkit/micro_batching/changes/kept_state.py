@@ -1,9 +1,10 @@
 """Snapshots of values that a step may change: each tells whether its value changed, and restores it."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
@@ -13,14 +14,14 @@ from lightning_memkit.micro_batching.changes.own_objects import slots_of
 from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepChange, kind_of
 
 
-class Kept(Protocol):
+class Kept(ABC):
     """A snapshot of one value."""
 
     place: Place
 
+    @abstractmethod
     def changes(self) -> Iterator[StepChange]:
         """What has changed since the snapshot."""
-        ...
 
     @property
     def is_still(self) -> bool:
@@ -31,17 +32,17 @@ class Kept(Protocol):
         """What is no longer the same object, whatever its value: cheap enough for every step."""
         return self.changes()
 
+    @abstractmethod
     def now(self, change: StepChange) -> Any:
         """The current value of what `change` names."""
-        ...
 
+    @abstractmethod
     def before(self, now: Any) -> Any:
         """The value of the snapshot, against which a change of numbers and tensors is measured; else None."""
-        ...
 
+    @abstractmethod
     def restore(self) -> None:
         """Restore the value of the snapshot."""
-        ...
 
 
 class Unreported(Kept):

@@ -12,6 +12,7 @@ from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_mete
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.changes.kept_gradients import in_no_optimizer, outliving, set_aside
 from lightning_memkit.micro_batching.changes.rollback import Rollback
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
 from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.changes.value_walk import Keys
@@ -72,6 +73,7 @@ class Trials:
         self.adds_up = self.limited = self.zeroes = False
         self._leaves, self.ranks, self.watch = list[Tensor](), Ranks(), StepWatch()
         self._has_watched, self._noted = False, NotedChanges(run, self)
+        self._spares = SpareCopies(0)  # no copies: modules that stay as they are are walked over once
         self.complete = CompleteGradients(run.module, run.world_size)
         self._run, self._module = run, run.module
         self._budget_bytes, self.forget = budget_bytes, self._noted.forget
@@ -121,7 +123,7 @@ class Trials:
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
         known = {"beside": step.run.changed_beside(), "optimizers": step.run.steppers(step)}
-        return Rollback(self._module, changing, batches=[step.batch, *parts], **known)
+        return Rollback(self._module, changing, batches=[step.batch, *parts], spares=self._spares, **known)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None
