@@ -31,6 +31,11 @@ _HEAVIER = {
 }
 
 
+def listed(value: Any) -> list[Any]:
+    """A Trainer argument that may be one value or several, as a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PluginSpec:
     """A plugin or callback as LightningCLI writes it."""

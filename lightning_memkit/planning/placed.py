@@ -1,6 +1,6 @@
 """A calculation by hand for runs that spread memory over ranks, host, chunks or released gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,9 +8,9 @@ from torch import nn
 
 from lightning_memkit.activations.blocks import find_blocks
 from lightning_memkit.distributed.sharding import Sharding
-from lightning_memkit.planning.choices import ACTIVATIONS, GIVEN, STATES, STATES_AND_ACTIVATIONS
+from lightning_memkit.planning.choices import ACTIVATIONS, GIVEN, STATES, STATES_AND_ACTIVATIONS, listed
 from lightning_memkit.planning.problem import Row
-from lightning_memkit.prediction.by_hand import Term, as_term
+from lightning_memkit.prediction.by_hand import Term
 
 _SHARED = ("weights", "gradients", "optimizer_states", "compensation")
 _STATES = ("optimizer_states", "compensation")
@@ -32,20 +32,18 @@ class Placement:
         stage: the stage of FSDP2; 0 without.
     """
 
-    policy: str = ""
-    is_chunked: bool = False
-    is_released: bool = False
-    states_on_host: bool = False
-    activations_on_host: bool = False
-    shares: int = 1
-    stage: int = 0
+    policy: str
+    is_chunked: bool
+    is_released: bool
+    states_on_host: bool
+    activations_on_host: bool
+    shares: int
+    stage: int
 
     @staticmethod
     def of(row: Row, given: Mapping[str, Any]) -> "Placement":
         """The placement that follows from a row's choices and from the given arguments."""
-        callbacks = given.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        named = {type(one).__name__: one for one in callbacks}
+        named = {type(one).__name__: one for one in listed(given.get("callbacks"))}
         family, ranks = row.family, row.prediction.ranks if row.prediction is not None else 1
         policy, offload = family["checkpointing"].name, family["offload"].name
         if policy == GIVEN:
@@ -71,19 +69,17 @@ class Placement:
             layers: the number of blocks; 0 if unknown.
         """
         trained = [one.numel() for one in module.parameters() if one.requires_grad]
-        count, largest = sum(trained), max(trained, default=0)
         for term in terms:
             if self.is_released and term.category == "gradients":
-                yield _part(replace(term, category="temporaries"), "the largest gradient", largest, count)
+                yield _of_largest(term, "the largest gradient", trained)
             elif self.states_on_host and term.category in _STATES:
-                visiting = replace(term, category="temporaries")
-                yield _part(visiting, f"{term.name} of the largest parameter", largest, count)
+                yield _of_largest(term, f"{term.name} of the largest parameter", trained)
             elif self.shares > 1 and term.category in _SHARED:
-                size = term.size_bytes / self.shares
-                yield as_term(term.category, term.name, f"{term.formula} / {self.shares}", size, term.source)
+                size = round(term.size_bytes / self.shares)
+                yield replace(term, formula=f"{term.formula} / {self.shares}", size_bytes=size)
             elif self.activations_on_host and layers and term.name in ("blocks", "inputs of the blocks"):
-                formula, size = f"{_BLOCKS_HERE} of {term.formula}", term.size_bytes * _BLOCKS_HERE / layers
-                yield as_term(term.category, term.name, formula, size, term.source)
+                size = round(term.size_bytes * _BLOCKS_HERE / layers)
+                yield replace(term, formula=f"{_BLOCKS_HERE} of {term.formula}", size_bytes=size)
             else:
                 yield term
 
@@ -94,32 +90,28 @@ def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
     if not counts:
         return
     rest, largest = sum(one.numel() for one in module.parameters()) - sum(counts), max(counts)
-    kept = ("a block and the next gathered", f"2·{largest:,}", 2 * largest)
+    kept = ("a block and the next gathered", (2, largest))
     if stage == 2:
-        kept = (f"{len(counts)} blocks gathered", f"{sum(counts):,}", sum(counts))
-    terms = (
-        ("communication", kept[0], kept[1], kept[2]),
-        ("communication", "the rest gathered", f"{rest:,}", rest),
-        ("gradients", "a block's gradients, whole", f"{largest:,}", largest),
-        ("communication", "the same on their way", f"{largest:,}", largest),
-    )
-    for category, name, formula, count in terms:
-        yield as_term(category, name, f"{formula} × {value_bytes}", count * value_bytes, _SHARDED)
+        kept = (f"{len(counts)} blocks gathered", (sum(counts),))
+    yield Term.of("communication", *kept, value_bytes, _SHARDED)
+    yield Term.of("communication", "the rest gathered", (rest,), value_bytes, _SHARDED)
+    yield Term.of("gradients", "a block's gradients, whole", (largest,), value_bytes, _SHARDED)
+    yield Term.of("communication", "the same on their way", (largest,), value_bytes, _SHARDED)
 
 
 def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) -> Iterator[Term]:
     """A loss without logits: the gradients that its forward computes, and one chunk of logits."""
-    formula = f"{vocabulary:,}·{hidden:,}"
-    weight = vocabulary * hidden
-    yield as_term(
-        "saved_activations", "gradient of the head", f"{formula} × {value_bytes}", weight * value_bytes
+    yield Term.of("saved_activations", "gradient of the head", (vocabulary, hidden), value_bytes)
+    yield Term.of("saved_activations", "gradient of its input", (tokens, hidden), value_bytes)
+    yield Term(
+        category="temporaries",
+        name="a chunk of logits",
+        formula=f"{vocabulary:,}·{hidden:,} × 4 / 3",
+        size_bytes=max(round(vocabulary * hidden * 4 / 3), 1 << 25),
     )
-    size = tokens * hidden * value_bytes
-    name = "gradient of its input"
-    yield as_term("saved_activations", name, f"{tokens:,}·{hidden:,} × {value_bytes}", size)
-    yield as_term("temporaries", "a chunk of logits", f"{formula} × 4 / 3", max(weight * 4 / 3, 1 << 25))
 
 
-def _part(term: Term, name: str, of: int, count: int) -> Term:
-    each = term.size_bytes / max(1, count)
-    return as_term(term.category, name, f"{of:,} × {each:g}", of * each, term.source)
+def _of_largest(term: Term, name: str, trained: Sequence[int]) -> Term:
+    """What is there of a term while parameters are taken one by one: the part of the largest of them."""
+    each = term.size_bytes / max(1, sum(trained))
+    return Term.of("temporaries", name, (max(trained, default=0),), each, term.source)

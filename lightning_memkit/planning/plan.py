@@ -9,8 +9,9 @@ import lightning_memkit
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
-from lightning_memkit.planning.choices import GIVEN, PluginSpec
+from lightning_memkit.planning.choices import GIVEN, PluginSpec, listed
 from lightning_memkit.planning.problem import Row
+from lightning_memkit.utilities.columns import aligned
 from lightning_memkit.utilities.errors import PlanError
 
 _MIB = 1 << 20
@@ -76,8 +77,7 @@ class Plan:
         kwargs = {name: _built(value) for name, value in self._arguments(row).items()}
         for kind, parts in self.parts(row).items():
             built = [_built(part) for part in parts]
-            kept = self.given.get(kind) or []
-            kept = list(kept) if isinstance(kept, (list, tuple)) else [kept]
+            kept = listed(self.given.get(kind))
             if kept or built:
                 kwargs[kind] = [*kept, *built]
         return kwargs
@@ -138,7 +138,7 @@ class Plan:
                 found.setdefault(row.rejected, []).append(row)
         return "\n".join(f"{_together(rows)}: {reason}" for reason, rows in found.items())
 
-    def _table(self) -> Iterator[str]:
+    def _table(self) -> list[str]:
         fastest = min((row.seconds for row in self.fitting), default=1.0) or 1.0
         table = [("", "configuration", "of the batch", "memory", "time", "changes")]
         for number, row in enumerate(self.fitting, 1):
@@ -152,7 +152,7 @@ class Plan:
                     row.family.changes or "nothing",
                 )
             )
-        return _aligned(table) if self.fitting else iter(())
+        return aligned(table).splitlines() if self.fitting else []
 
     def _rejections(self) -> Iterator[str]:
         """A line for each kind of reason, with the nearest miss; of what is impossible one for each reason.
@@ -201,7 +201,7 @@ class Plan:
 
     def _memory_budget(self, row: Row) -> Iterator[PluginSpec]:
         """The MemoryBudget that enforces the plan while training; none if the user has one."""
-        own = {type(callback).__name__ for callback in _listed(self.given.get("callbacks"))}
+        own = {type(callback).__name__ for callback in listed(self.given.get("callbacks"))}
         # None with released gradients either: its trial keeps all gradients alive, and a step within backward
         # can't be retried.
         if "MemoryBudget" in own or row.family.is_released:
@@ -239,10 +239,6 @@ def _optimizer_section(row: Row, section: Any) -> dict[str, Any]:
     return instead.as_yaml(section)
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
-
-
 def _together(rows: list[Row]) -> str:
     """Configurations by name, those of a precision together; only counted if they are many."""
     said: dict[str, list[str]] = {}
@@ -255,9 +251,3 @@ def _together(rows: list[Row]) -> str:
         else f"{precision}, {len(others)} configurations"
         for precision, others in said.items()
     )
-
-
-def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

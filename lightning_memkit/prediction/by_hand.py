@@ -7,7 +7,8 @@ Dao et al. 2022 (arXiv:2205.14135).
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -40,6 +41,16 @@ class Term:
     formula: str
     size_bytes: int
     source: str = ""
+
+    @staticmethod
+    def of(
+        category: str, name: str, counts: tuple[int, ...], each: float, source: str = "", layers: int = 0
+    ) -> "Term":
+        """The term for a product of counts, `each` bytes a value; `layers`: how many have it, 0 for none in layers."""
+        of_layers = f"{layers} layers × " if layers else ""
+        formula = f"{of_layers}{'·'.join(f'{count:,}' for count in counts)} × {each:g}"
+        size = round((layers or 1) * prod(counts) * each)
+        return Term(category=category, name=name, formula=formula, size_bytes=size, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +133,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         known = {
-            "precision": Precision.__args__,  # pyright: ignore[reportAttributeAccessIssue]
+            "precision": get_args(Precision),
             "optimizer": MOMENTS,
             "states": ("plain", *_STATE_BYTES),
-            "compensation": Mode.__args__,  # pyright: ignore[reportAttributeAccessIssue]
+            "compensation": get_args(Mode),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -137,9 +148,8 @@ class Recipe:
                 f"compensation={self.compensation!r} is for bfloat16 weights, which precision={self.precision!r} has "
                 "not: write precision='bf16-true', or compensation='none'."
             )
-        if self.frozen_weight_bytes is not None and self.frozen_weight_bytes <= 0:
-            taken = self.frozen_weight_bytes
-            raise ValueError(f"frozen_weight_bytes={taken} is not positive; write 0.5 for 4 bits.")
+        if (frozen := self.frozen_weight_bytes) is not None and frozen <= 0:
+            raise ValueError(f"frozen_weight_bytes={frozen} is not positive; write 0.5 for 4 bits.")
 
     @property
     def state_bytes(self) -> float:
@@ -166,16 +176,19 @@ class Recipe:
         each, trained = self.per_parameter, parameters.trained
         exceptions = parameters.embeddings if self.states == "8-bit" else 0
         frozen_bytes = each.weights if self.frozen_weight_bytes is None else self.frozen_weight_bytes
-        wide = 4 * MOMENTS[self.optimizer]
         cast = trained if parameters.cast is None else parameters.cast
-        yield _per_value("weights", "weights", trained, each.weights)
-        yield _per_value("weights", "frozen weights", parameters.frozen, frozen_bytes)
-        yield _per_value("gradients", "gradients", trained, each.gradients)
-        yield _per_value("optimizer_states", f"states of {self.optimizer}", trained - exceptions, each.states)
-        yield _per_value("optimizer_states", "32-bit states of embeddings", exceptions, wide)
-        yield _per_value("compensation", "compensation", trained, each.compensation)
+        kept = [
+            ("weights", "weights", trained, each.weights),
+            ("weights", "frozen weights", parameters.frozen, frozen_bytes),
+            ("gradients", "gradients", trained, each.gradients),
+            ("optimizer_states", f"states of {self.optimizer}", trained - exceptions, each.states),
+            ("optimizer_states", "32-bit states of embeddings", exceptions, 4 * MOMENTS[self.optimizer]),
+            ("compensation", "compensation", trained, each.compensation),
+        ]
         if self.precision.endswith("-mixed"):
-            yield _per_value("saved_activations", "autocast's copies of weights", cast, 2)
+            kept.append(("saved_activations", "autocast's copies of weights", cast, 2))
+        for category, name, count, bytes_each in kept:
+            yield Term.of(category, name, (count,), bytes_each, _ZERO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,30 +237,22 @@ class Blocks:
 
     def terms(self) -> Iterator[Term]:
         """What the blocks save; with activation checkpointing also what recomputing one block takes."""
-        copies = 1 if self.checkpointed else self.layers
-        category = "temporaries" if self.checkpointed else "saved_activations"
-        names = (
-            ("one block recomputed", "its scores") if self.checkpointed else ("blocks", "attention scores")
-        )
-        tokens, shape = self.length * self.rows, f"{self.length:,}·{self.rows:,}"
+        values, layers = (self.length, self.rows, self.hidden), self.layers
+        category, block, scores = "saved_activations", "blocks", "attention scores"
         if self.checkpointed:
-            size = self.layers * tokens * self.hidden * self.value_bytes
-            formula = f"{self.layers} layers × {shape}·{self.hidden:,} × {self.value_bytes}"
-            yield as_term("saved_activations", "inputs of the blocks", formula, size, _REDUCING)
+            yield Term.of(category, "inputs of the blocks", values, self.value_bytes, _REDUCING, layers)
+            layers, category, block, scores = 1, "temporaries", "one block recomputed", "its scores"
         width = 4 * self.hidden if self.mlp_width is None else self.mlp_width
         # 8 tensors: inputs of two norms, of the q, k, v projections, of the output projection and of the MLP;
         # q, k and v.
         each = self.value_bytes * (8 + self.mlp_tensors * width / self.hidden) + 2 * self.mask_bytes
-        formula = f"{copies} layers × {shape}·{self.hidden:,} × {each:g}"
-        yield as_term(category, names[0], formula, copies * tokens * self.hidden * each, _REDUCING)
+        yield Term.of(category, block, values, each, _REDUCING, layers)
+        score_rows = (self.heads, self.length, self.rows)
         if self.keeps_scores:
             score = self.value_bytes * (2 if self.mask_bytes else 1) + self.mask_bytes
-            formula = f"{copies} layers × {self.heads}·{shape}·{self.length:,} × {score}"
-            size = copies * self.heads * tokens * self.length * score
-            yield as_term(category, names[1], formula, size, _REDUCING)
+            yield Term.of(category, scores, (*score_rows, self.length), score, _REDUCING, layers)
         else:
-            formula = f"{copies} layers × {self.heads}·{shape} × 4"
-            yield as_term(category, "sums of scores", formula, copies * self.heads * tokens * 4, _FLASH)
+            yield Term.of(category, "sums of scores", score_rows, 4, _FLASH, layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,20 +280,10 @@ class VocabularyHead:
 
     def terms(self) -> Iterator[Term]:
         """What is saved for the backward, and what the backward allocates at its beginning."""
-        formula = f"{self.tokens:,}·{self.vocabulary:,} × {self.value_bytes}"
-        size = self.tokens * self.vocabulary * self.value_bytes
-        yield as_term("saved_activations", "log-softmax", formula, size)
-        yield as_term("temporaries", "its gradient", formula, size)
-        yield as_term("temporaries", "gradient of logits", formula, size)
-
-
-def _per_value(category: str, name: str, count: int, each: float) -> Term:
-    return as_term(category, name, f"{count:,} × {each:g}", count * each, _ZERO)
-
-
-def as_term(category: str, name: str, formula: str, size: float, source: str = "") -> Term:
-    """A term with rounded bytes."""
-    return Term(category=category, name=name, formula=formula, size_bytes=round(size), source=source)
+        logits = (self.tokens, self.vocabulary)
+        yield Term.of("saved_activations", "log-softmax", logits, self.value_bytes)
+        yield Term.of("temporaries", "its gradient", logits, self.value_bytes)
+        yield Term.of("temporaries", "gradient of logits", logits, self.value_bytes)
 
 
 def _refuse_below(given: Any, least: int, but: Iterable[str] = ()) -> None:

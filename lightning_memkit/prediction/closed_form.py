@@ -1,21 +1,14 @@
 """The memory of training computed by rules of thumb, compared with a prediction."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_memkit.memory.anatomy import CATEGORIES
+from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.prediction.by_hand import (
-    Blocks,
-    ParameterCounts,
-    Recipe,
-    Term,
-    VocabularyHead,
-    as_term,
-)
+from lightning_memkit.prediction.by_hand import Blocks, ParameterCounts, Recipe, Term, VocabularyHead
 from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.utilities.columns import aligned
 
 _CLOSE, _SMALL = 0.01, 1 << 20  # what counts as agreement: relative, or in bytes
 
@@ -44,17 +37,18 @@ class FormComparison:
     @property
     def total(self) -> FormRow:
         """The sums; the predicted one is what the device must provide."""
-        by_hand = sum(row.by_hand_bytes for row in self.rows)
         return FormRow(
-            name="total", by_hand_bytes=by_hand, predicted_bytes=sum(row.predicted_bytes for row in self.rows)
+            name="total",
+            by_hand_bytes=sum(row.by_hand_bytes for row in self.rows),
+            predicted_bytes=sum(row.predicted_bytes for row in self.rows),
         )
 
     def __str__(self) -> str:
         cells: list[tuple[str, ...]] = [("", "by hand", "predicted", "difference", "why")]
         for row in (*self.rows, self.total):
-            sizes = (row.by_hand_bytes, row.predicted_bytes, row.difference_bytes)
-            cells.append((row.name, *(format_bytes(size) for size in sizes), row.why))
-        return _table(cells, left=(0, 4))
+            sizes = map(format_bytes, (row.by_hand_bytes, row.predicted_bytes, row.difference_bytes))
+            cells.append((row.name, *sizes, row.why))
+        return aligned(cells, right=(1, 2, 3))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +80,31 @@ class ClosedForm:
         """Compare each category at the predicted peak with its value by hand, and explain differences."""
         anatomy, rows = prediction.anatomy, []
         for category in CATEGORIES:
-            by_hand, predicted = self.category_bytes(category), anatomy.at_peak.get(category, 0)
-            if by_hand or predicted:
-                why = _why(category, by_hand, prediction)
-                name = category.replace("_", " ")
-                rows.append(FormRow(name=name, by_hand_bytes=by_hand, predicted_bytes=predicted, why=why))
-        beside = {
-            "allocator": (
-                max(prediction.reserved_bytes - prediction.library_bytes - prediction.peak_bytes, 0),
-                "reserved in whole segments, more than what is alive",
-            ),
-            "matrix library": (prediction.library_bytes, "workspaces, one for forward and one for backward"),
-            "device": (anatomy.fixed_bytes, "the context, outside of the allocator"),
-        }
-        for name, (size, why) in beside.items():
-            if size:
-                rows.append(FormRow(name=name, by_hand_bytes=0, predicted_bytes=size, why=why))
-        return FormComparison(rows=tuple(rows))
+            by_hand = self.category_bytes(category)
+            rows.append(
+                FormRow(
+                    name=category.replace("_", " "),
+                    by_hand_bytes=by_hand,
+                    predicted_bytes=anatomy.at_peak.get(category, 0),
+                    why=_why(category, by_hand, anatomy),
+                )
+            )
+        library, context = prediction.library_bytes, anatomy.fixed_bytes
+        cache = max(prediction.reserved_bytes - library - prediction.peak_bytes, 0)
+        rows += (
+            FormRow(name=name, by_hand_bytes=0, predicted_bytes=size, why=why)
+            for name, size, why in (
+                ("allocator", cache, "reserved in whole segments, more than what is alive"),
+                ("matrix library", library, "workspaces, one for forward and one for backward"),
+                ("device", context, "the context, outside of the allocator"),
+            )
+        )
+        return FormComparison(rows=tuple(row for row in rows if row.by_hand_bytes or row.predicted_bytes))
 
     def __str__(self) -> str:
         rows = [(term.name, term.formula, format_bytes(term.size_bytes), term.source) for term in self.terms]
         total = ("total", "", format_bytes(self.total_bytes), "")
-        return _table([("", "formula", "bytes", "source"), *rows, total], left=(0, 1, 3))
+        return aligned([("", "formula", "bytes", "source"), *rows, total], right=(2,))
 
 
 def closed_form(
@@ -137,12 +134,11 @@ def closed_form(
     terms = [*(recipe or Recipe()).terms(parameters)]
     for part in (blocks, head):
         terms += () if part is None else part.terms()
-    terms.append(as_term("inputs", "batch", f"{inputs_bytes:,}", inputs_bytes))
+    terms.append(Term(category="inputs", name="batch", formula=f"{inputs_bytes:,}", size_bytes=inputs_bytes))
     return ClosedForm(terms=tuple(term for term in terms if term.size_bytes))
 
 
-def _why(category: str, by_hand: int, prediction: Prediction) -> str:
-    anatomy = prediction.anatomy
+def _why(category: str, by_hand: int, anatomy: Anatomy) -> str:
     at_peak, phase = anatomy.at_peak.get(category, 0), anatomy.peak_phase
     if _agree(at_peak, by_hand):
         return ""
@@ -165,15 +161,3 @@ def _why(category: str, by_hand: int, prediction: Prediction) -> str:
 
 def _agree(one: int, other: int) -> bool:
     return abs(one - other) <= max(_CLOSE * max(one, other), _SMALL)
-
-
-def _table(cells: list[tuple[str, ...]], left: Iterable[int]) -> str:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = (
-        "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    )
-    return "\n".join(line.rstrip() for line in lines)

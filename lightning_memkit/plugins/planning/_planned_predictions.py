@@ -13,7 +13,7 @@ import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.micro_batching import split_batch
-from lightning_memkit.planning.choices import Family, PluginSpec
+from lightning_memkit.planning.choices import Family, PluginSpec, listed
 from lightning_memkit.planning.problem import ChunkLimits, UnavailableError
 from lightning_memkit.plugins.asked import plan_columns, splits_batches
 from lightning_memkit.plugins.planning._planned_chunks import PlannedChunks
@@ -131,8 +131,3 @@ class _ChoiceNeeds(Callback):
 
 def _built(part: PluginSpec) -> Any:
     return getattr(lightning_memkit, part.name)(**part.options)
-
-
-def listed(value: Any) -> list[Any]:
-    """A Trainer argument that may be one value or several, as a list."""
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

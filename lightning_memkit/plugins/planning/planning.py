@@ -18,7 +18,7 @@ from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.parts.module_chunks import row_length
 from lightning_memkit.planning import choices
 from lightning_memkit.planning.budget import Budget
-from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, refusal
+from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, listed, refusal
 from lightning_memkit.planning.floor import Floor
 from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
@@ -27,7 +27,7 @@ from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
 from lightning_memkit.plugins.asked import BatchBudget, budgets_among, plan_columns
 from lightning_memkit.plugins.planning._first_batch import batch_of
 from lightning_memkit.plugins.planning._planned_optimizer import eight_bit_for
-from lightning_memkit.plugins.planning._planned_predictions import BatchParts, Predictions, listed
+from lightning_memkit.plugins.planning._planned_predictions import BatchParts, Predictions
 from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.residuals import residual_of
