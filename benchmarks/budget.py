@@ -289,9 +289,9 @@ class _Metered(Model):
 class _CudaMeter(ByteMeter):
     """Fails in the words by which Lightning knows an OOM."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super()._count(func, args, kwargs)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(f"CUDA out of memory. {error}") from None
 

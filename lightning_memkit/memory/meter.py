@@ -152,9 +152,13 @@ class ByteMeter(TorchDispatchMode):
         self.live_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._count(func, args, kwargs or {})
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator and count what it allocates. torch wraps each `__torch_dispatch__`: override this one."""
         if self._settle_sum():
             self._refuse_over_budget("aten.add.Tensor")
-        out = self._call(func, args, kwargs or {})
+        out = self._call(func, args, kwargs)
         self.operators += 1
         before, self._sum_began, self._maker = self.live_bytes, self.clock, func
         for tensor in tensors_in(out):
@@ -270,8 +274,8 @@ def _adds_up_gradients(func: Any) -> bool:
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
-def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
-    inputs = tensors_in([*args, *(kwargs or {}).values()])
+def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: dict[str, Any]) -> bool:
+    inputs = tensors_in([*args, *kwargs.values()])
     return any(storage._cdata == own._cdata for tensor in inputs for own in storages_of(tensor))
 
 

@@ -37,11 +37,11 @@ class TemporariesMeter(AnatomyMeter):
         self._zeroed: dict[int, int] = {}
         self._zeroed_at: Place | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = super()._count(func, args, kwargs)
         name = func._schema.name
         if self.phase == "forward":
-            self._see_forward(name, args, kwargs or {}, out)
+            self._see_forward(name, args, kwargs, out)
         elif self.phase == "optimizer" and name.startswith("aten::_foreach_"):
             self._foreach += self._records(out)
         if name in ("aten::zero_", "aten::_foreach_zero_"):

@@ -27,9 +27,9 @@ def allocations_in(optimizer: Optimizer, act: Callable[[], object]) -> int:
 class _AllocationCount(ByteMeter):
     """Counts an operator of another library as one allocation, since those it makes inside are not seen."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.allocations += func.namespace not in _TORCHS_OWN
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super()._count(func, args, kwargs)
 
 
 def _allocations_so_far(device: torch.device) -> int:

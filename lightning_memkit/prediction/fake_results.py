@@ -1,50 +1,40 @@
-"""Results of fake operators, handed on from prediction to prediction: torch's cache of them ends with each fork."""
+"""Results of fake operators, handed on from prediction to prediction: what a fork has found ends with it."""
 
 import io
 import pickle
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Hashable
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.handed_imports import import_all, imported_since
+from lightning_memkit.prediction.known_results import Found
 
 T = TypeVar("T")
-Found = dict[Any, Any]  # as in torch's cache: what a fake operator returns, by operator and operands
 
-_MOST = 20_000  # entries of one kind of simulation, some kilobytes each; beyond these it starts anew
-# Others may be defined in a fork alone. They are not cached by torch, only that they are not.
-_NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
-_NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RuntimeError)
+_MOST = 20_000  # entries of one kind of simulation, some hundred bytes each; beyond these it starts anew
 _kept: dict[Hashable, Found] = {}
 
 
-@contextmanager
-def results_of(simulation: Hashable) -> Iterator[None]:
-    """Within it, torch caches fake results for this kind of simulation alone; its own cache is left as it was.
+def results_of(simulation: Hashable) -> Found:
+    """What is known of this kind of simulation; it may be added to.
 
     What an operator returns depends on the choices of kernels that a simulation patches.
     """
-    before, found = FakeTensorMode.cache, _kept.setdefault(simulation, {})
-    FakeTensorMode.cache = found
-    try:
-        yield
-    finally:
-        FakeTensorMode.cache = before
-        # Of other operators, torch would remove keys from its own cache, when the objects end whose `id` they have.
-        for key in [key for key in found if not _is_torchs(key)]:
-            del found[key]
-        _bound(found)
+    found = _kept.setdefault(simulation, {})
+    _bound(found)
+    return found
 
 
 def contained_simulation(work: Callable[[], T], *, timeout_s: float = 600) -> T:
     """Return `work`'s result from a fork (see `contained`), and keep its fake results for the forks that follow.
 
-    Finding what fake operators return takes much of a simulation's time; the next one of the same shapes saves it.
+    Finding what fake operators return takes much of a simulation's time; the next one of the same shapes saves it. So
+    does what building a model imports: modules of transformers that the fork has imported are imported here, too.
 
     Args:
         work: simulates steps, and returns something that can be pickled.
@@ -54,20 +44,22 @@ def contained_simulation(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         PredictionError: as `contained` does.
     """
 
-    def noted() -> tuple[T, bytes]:
-        known = {simulation: len(found) for simulation, found in _kept.items()}
+    def noted() -> tuple[T, bytes, list[str]]:
+        known, modules = {simulation: len(found) for simulation, found in _kept.items()}, {*sys.modules}
         result = work()
-        return result, _sent(
+        found = _pickled(
             {
                 simulation: [*islice(found.items(), known.get(simulation, 0), None)]
                 for simulation, found in _kept.items()
             }
         )
+        return result, found, imported_since(modules)
 
-    result, sent = contained(noted, timeout_s=timeout_s)
-    for simulation, found in _received(sent).items():
+    result, sent, names = contained(noted, timeout_s=timeout_s)
+    import_all(names)
+    for simulation, entries in _OperatorsFound(io.BytesIO(sent)).load().items():
         kept = _kept.setdefault(simulation, {})
-        kept.update(found)
+        kept.update(entries)
         _bound(kept)
     return result
 
@@ -75,44 +67,6 @@ def contained_simulation(work: Callable[[], T], *, timeout_s: float = 600) -> T:
 def _bound(found: Found) -> None:
     if len(found) > _MOST:
         found.clear()
-
-
-def _is_torchs(key: Any) -> bool:
-    operator = next(
-        iter(getattr(key, "key", ())), None
-    )  # nothing is kept where torch's keys are made otherwise
-    return isinstance(operator, OpOverload) and operator.namespace in _NAMESPACES_OF_TORCH
-
-
-def _sent(found: dict[Hashable, list[tuple[Any, Any]]]) -> bytes:
-    """Entries for another process; those that can't be pickled are left out."""
-    try:
-        return _pickled(found)
-    except _NOT_PICKLED:
-        return _pickled({simulation: list(filter(_can_be_sent, each)) for simulation, each in found.items()})
-
-
-def _can_be_sent(entry: Any) -> bool:
-    try:
-        _pickled(entry)
-    except _NOT_PICKLED:
-        return False
-    return True
-
-
-def _received(sent: bytes) -> dict[Hashable, Found]:
-    """Entries from a fork; none where it has imported operators of torch that this process has not.
-
-    Keys are made anew: those of the fork have the hashes of its own operators.
-    """
-    try:
-        found = _OperatorsFound(io.BytesIO(sent)).load()
-    except AttributeError:
-        return {}
-    return {
-        simulation: {type(key)(key.key): value for key, value in entries}
-        for simulation, entries in found.items()
-    }
 
 
 def _pickled(item: Any) -> bytes:

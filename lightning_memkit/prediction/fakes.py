@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.prediction.fake_results import results_of
+from lightning_memkit.prediction.known_results import KnownResults
 from lightning_memkit.utilities.tensors import is_wrapper
 
 _HOST = torch.device("cpu")
@@ -26,13 +27,16 @@ class Fakes:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # it would keep operators' storages alive for good
+        self.results = KnownResults(self.mode)
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._storages: dict[int, tuple[Any, torch.UntypedStorage]] = {}
 
     @contextmanager
     def opened(self, kind: Hashable) -> Iterator[None]:
         """Operators in the context take fake tensors; what they return is kept for this kind of simulation."""
-        with results_of(kind), self.mode:
+        self.results.found = results_of(kind)
+        with self.mode:
             yield
 
     def twin(self, real: Tensor) -> Tensor:
@@ -56,15 +60,6 @@ class Fakes:
     def forget_storages(self) -> None:
         """Release the twins' storages, so that casts in place free them even if the originals live on."""
         self._storages.clear()
-
-    @contextmanager
-    def uncached(self) -> Iterator[None]:
-        """Turn torch's cache of fake results off, which would keep operators' storages alive for good."""
-        before, self.mode.cache_enabled = self.mode.cache_enabled, False
-        try:
-            yield
-        finally:
-            self.mode.cache_enabled = before
 
     def _made(self, real: Tensor) -> Tensor:
         if is_wrapper(real) or real.layout is not torch.strided:

@@ -8,7 +8,7 @@ everything.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.memory.meter import tensors_in, unmetered
 from lightning_memkit.memory.origins import describe, place
+from lightning_memkit.prediction.operator_traits import traits_of
 from lightning_memkit.prediction.shapes import SHAPES
 from lightning_memkit.utilities.errors import PredictionError
 
@@ -27,15 +28,6 @@ _MASKS_KEEP_ALL = "masks that depend on floating-point values keep everything"
 _EQUAL_SHARES = "choices by floating-point values (experts, sorting) fall evenly"
 
 _aten = torch.ops.aten
-_UNKNOWN = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
-_OF_SHAPE_ALONE = {
-    _aten.zeros_like,
-    _aten.ones_like,
-    _aten.full_like,
-    _aten.new_zeros,
-    _aten.new_ones,
-    _aten.new_full,
-}
 # The position of the indices among their results.
 _CHOOSES = {
     _aten.topk: 1, _aten.sort: 1, _aten.max: 1, _aten.min: 1, _aten.argmax: 0, _aten.argmin: 0, _aten.argsort: 0,
@@ -45,21 +37,28 @@ _TRUE_WHEN_HEALTHY = {_aten.all, _aten.isfinite}
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_
 
 
+def _plain_call(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 class KnownValues:
     """Runs operators on fake tensors, and also on real ones if their values are known and small.
 
     Args:
         convert: makes the fake twin of a real tensor.
+        call: runs an operator on fake tensors.
 
     Attributes:
         assumed: each assumption, with the line that needed it first.
         asked: how often a step has asked for values: read a number, or made a result of a size that they decide.
     """
 
-    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, convert: Callable[[Tensor], Tensor], call: Callable[[Any, Any, Any], Any] = _plain_call
+    ) -> None:
         self.assumed: dict[str, str] = {}
         self.asked = 0
-        self._convert = convert
+        self._convert, self._call = convert, call
         self._values: dict[int, tuple[Any, Tensor]] = {}  # by fake storage: the bytes of its values
 
     def know(self, fake: Tensor, real: Tensor) -> None:
@@ -87,25 +86,24 @@ class KnownValues:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator's result for fake tensors, with values if they are known."""
-        if func.is_view:
-            return func(*args, **kwargs)
+        traits = traits_of(func)
+        if traits.is_view:
+            return self._call(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        knows = func.overloadpacket not in _UNKNOWN and torch.Tag.nondeterministic_seeded not in func.tags
-        if func.overloadpacket not in _OF_SHAPE_ALONE:
-            given = tensors_in([*args, *kwargs.values()])
-            knows = knows and all(self._is_known(tensor) for tensor in given)
+        knows = traits.follows
+        if knows and not traits.of_shape_alone:
+            knows = all(self._is_known(tensor) for tensor in tensors_in([*args, *kwargs.values()]))
         if func is _aten.equal.default:
             return self._really(func, args, kwargs) if knows else True
-        if torch.Tag.dynamic_output_shape in func.tags and _takes_shape_from_values(func, args):
+        if traits.has_open_shape and _takes_shape_from_values(func, args):
             return self._of_unknown_size(func, args, kwargs)
-        kernel: Any = SHAPES.get(func, func)
-        out = kernel(*args, **kwargs)
+        out = SHAPES[func](*args, **kwargs) if func in SHAPES else self._call(func, args, kwargs)
         made = list(tensors_in(out))
         if knows and made and all(_may_follow(tensor) for tensor in made):
             self._follow(func, args, kwargs, made)
             return out
-        for tensor in _written(func, args, kwargs):
+        for tensor in traits.written_to(args, kwargs):
             self._values.pop(tensor.untyped_storage()._cdata, None)
         self._assume(func, args, kwargs, made)
         return out
@@ -230,17 +228,6 @@ def _takes_shape_from_values(func: Any, args: Any) -> bool:
     if func is not _aten.index.Tensor:
         return True
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator writes to, except the flag for infinities of a gradient scaler."""
-    for place_, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if func.overloadpacket is _UNSCALES and argument.name == "found_inf":
-            continue
-        value = args[place_] if place_ < len(args) else kwargs.get(argument.name)
-        yield from tensors_in(value)
 
 
 def _chosen_from(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:

@@ -92,17 +92,19 @@ class RankSimulation(Simulation):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches first; its operators on local shards are counted
+        return self._count(func, args, kwargs or {})
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # FSDP2 also sets its streams on the CPU, where they have no effect.
         stream = torch.cpu.current_stream()
         self.stream = (
             0 if stream is self._default else self._streams.setdefault(stream, 1 + len(self._streams))
         )
-        if self._is_the_hosts([*args, *(kwargs or {}).values()]):
+        if self._is_the_hosts([*args, *kwargs.values()]):
             return self.host.room(
-                lambda: super(RankSimulation, self).__torch_dispatch__(func, types, args, kwargs),
-                is_pinned=False,
+                lambda: super(RankSimulation, self)._count(func, args, kwargs), is_pinned=False
             )
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super()._count(func, args, kwargs)
         if func.namespace == "c10d" and self._device is None:
             copied = _copied_by_gloo(func, args)
             if copied:

@@ -50,7 +50,7 @@ class Simulation(AnatomyMeter):
         super().__init__()
         self._device = device
         self.fakes = Fakes()
-        self.values = KnownValues(self._constant)
+        self.values = KnownValues(self._constant, self.fakes.results.run)
         self.workspaces = Workspaces()
         self.work = WorkLog()
         self.host = PredictedHostMemory()
@@ -178,24 +178,25 @@ class Simulation(AnatomyMeter):
             expandable_bytes=0 if device is None else replay(allocations, expandable=True).reserved_bytes,
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:  # the query of a fake tensor's device
             return args[0].fake_device
         if self._sum_is_open:
             self._reach(self.live_bytes)
         if func.namespace != "profiler":  # profiler marks around an optimizer's step would end its phase
             self._turn()
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super()._count(func, args, kwargs)
         workspace = 0
         if self._device is None:
-            workspace = self.workspaces.of(func, args, kwargs or {})
+            workspace = self.workspaces.of(func, args, kwargs)
         elif func.overloadpacket in MATRIX_PRODUCTS:
             self._open_library(self._device)
         if workspace:
             self._pass_through(workspace, str(func))
         if not self._sum_is_open:  # otherwise autograd frees a summand before anything else happens
             self._reach(self.live_bytes + workspace)
-        self.work.note(func, args, kwargs or {}, out, of_optimizer=self.phase == "optimizer")
+        key = self.fakes.results.key
+        self.work.note(func, args, kwargs, out, key=key, of_optimizer=self.phase == "optimizer")
         return out
 
     def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:
@@ -263,13 +264,12 @@ class Simulation(AnatomyMeter):
         self.track((gradient for gradient in found if gradient is not None), "gradients")
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.fakes.results.key = None  # not every operator comes there
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
             args, kwargs = tree_map_only(Tensor, self.twin, (tuple(args), kwargs))
         if func.overloadpacket is torch.ops.aten.set_:
             twins = self.fakes.twin_storage  # a tensor may be rebuilt from a storage of the real batch
             args = [twins(one) if isinstance(one, torch.UntypedStorage) else one for one in args]
-            with self.fakes.uncached():
-                return self.values.run(func, args, kwargs)
         return self.values.run(func, args, kwargs)
 
     def twin(self, real: Tensor, category: Category = "other") -> Tensor:

@@ -18,6 +18,7 @@ _MOVE_NOTHING = {
     _aten.resize_, _aten.detach_, _aten.lift_fresh,
 }  # fmt: skip
 COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces
+_NO_SHAPES = ((), ())
 RECORDED, MADE_AGAIN = (
     "memkit.recorded",
     "memkit.made_again",
@@ -94,16 +95,22 @@ class WorkLog:
         self._known: dict[Any, OperatorWork | None] = {}
         self._counts: dict[bool, Counter[OperatorWork]] = {False: Counter(), True: Counter()}
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, of_optimizer: bool) -> None:
-        """Record an operator that has run on fake tensors."""
-        shapes, named = _shapes(args), _shapes(kwargs)
+    def note(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, key: Any, of_optimizer: bool
+    ) -> None:
+        """Record an operator that has run on fake tensors; `key` is the same for all that look alike, or None."""
+        shapes = _NO_SHAPES
         try:
-            key = (func, shapes, named)
+            if key is None:
+                shapes = _shapes(args), _shapes(kwargs)
+                key = (func, *shapes)
             known = key in self._known
         except TypeError:  # an argument is not hashable
             return
         if not known:
-            self._known[key] = _operator(func, args, kwargs, out, (shapes, named))
+            if shapes is _NO_SHAPES:
+                shapes = _shapes(args), _shapes(kwargs)
+            self._known[key] = _operator(func, args, kwargs, out, shapes)
         operator = self._known[key]
         if operator is not None:
             self._counts[of_optimizer][operator] += self.weight  # pyright: ignore[reportArgumentType]

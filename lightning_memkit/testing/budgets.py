@@ -28,9 +28,9 @@ class ByteBudget(ByteMeter):
         """Count bytes, but let all allocations succeed until `arm`."""
         self._gate.armed = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         before = self.allocations
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super()._count(func, args, kwargs)
         over = self.allocations > before and self.live_bytes > self.most_bytes
         if over and self._gate.is_open() and self._gate.on_this_rank():
             self.fault = self.fault or Fault(point=before, operator=str(func))

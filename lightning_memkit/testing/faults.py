@@ -159,13 +159,13 @@ class OperatorFaults(ByteMeter):
         """Let allocations succeed without counting until `arm`."""
         self._gate.armed = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._gate.is_open():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         point, fails_here = self.fail_at, self._gate.on_this_rank()
         self.fail_at = point if fails_here else None
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super()._count(func, args, kwargs)
         except torch.OutOfMemoryError:
             if fails_here and point is not None and self.allocations > point:
                 self.fault = self.fault or Fault(point=point, operator=str(func))
