@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.open_step import OpenStep
-from lightning_memkit.optim.pieces import Slot, slots
+from lightning_memkit.optim.pieces import Slot, buckets_within, slots
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.slices import SlicedParameter, is_sliceable
 from lightning_memkit.optim.step_copies import Room, StepCopies, bytes_to_copy
-from lightning_memkit.optim.whole_step import StepOutOfMemoryError, step_error, tried
+from lightning_memkit.optim.whole_step import StepOutOfMemoryError, step_error, tried, tried_on_copies
 
 SMALLEST_BUNDLE_BYTES = 1 << 20
 T = TypeVar("T")
@@ -65,7 +65,9 @@ class BundledStep:
         rounding = self._engine.rounding
         noise = rounding.state_dict()
         try:
-            step = self._opened()
+            step = self._twice(
+                lambda: self._engine.begin(self._optimizer, self._stock_step), "before its first parameter"
+            )
             while self._left:
                 self._advance_next(step)
             self._finish(step)
@@ -76,108 +78,93 @@ class BundledStep:
         finally:
             rounding.end_step()
 
-    def _opened(self) -> OpenStep:
-        return self._made(
-            lambda: self._engine.begin(self._optimizer, self._stock_step), "before its first parameter"
-        )
-
-    def _made(self, make: Callable[[], T], where: str) -> T:
-        """The result of an action that changes nothing and is tried twice."""
+    def _twice(self, make: Callable[[], T], where: str) -> T:
+        """The result of an action that changes nothing if it fails; it is tried twice."""
         made: list[T] = []
-        failure = self._tried(lambda: made.append(make()))
+        failure = self._counted(tried(lambda: made.append(make())))
         if failure is not None:
-            failure = self._tried(lambda: made.append(make()))
+            failure = self._counted(tried(lambda: made.append(make())))
         if failure is not None:
             raise self._error(failure, where)
         return made[0]
+
+    def _finish(self, step: OpenStep) -> None:
+        try:
+            self._twice(step.finish, "after its last parameter")
+        except StepOutOfMemoryError:
+            if not self._count:  # the stock step was shown no parameter, and may have counted nevertheless
+                step.take_back([])
+            raise
 
     def _advance_next(self, step: OpenStep) -> None:
         """Step the next bucket or slice; on failure, make the next ones smaller."""
         if self._sliced is not None:
             self._advance_slice(step, self._sliced)
             return
-        bundle, size = self._next_bundle()
-        in_slices = len(bundle) == 1 and size > min(self._bundle_bytes, SMALLEST_BUNDLE_BYTES)
-        in_slices = in_slices and self._can_slice(bundle[0])
-        if in_slices and size > self._bundle_bytes:
-            self._sliced = SlicedParameter(self._optimizer, bundle[0], self._engine)
-        elif self._advanced(step, bundle, divisible=len(bundle) > 1 or in_slices):
+        bundle = next(buckets_within(self._left, self._bytes_of, self._bundle_bytes))
+        alone = bundle[0] if len(bundle) == 1 else None
+        in_slices = alone is not None and self._can_slice(alone)
+        if alone is not None and in_slices and self._bytes_of(alone) > self._bundle_bytes:
+            self._sliced = SlicedParameter(self._optimizer, alone, self._engine)
+        elif self._advanced(step, bundle, divisible=alone is None or in_slices):
             del self._left[: len(bundle)]
+
+    def _can_slice(self, slot: Slot) -> bool:
+        """Whether a parameter may be stepped in slices, and is large enough that they are worth their launches."""
+        if not self._may_slice or self._bytes_of(slot) <= min(self._bundle_bytes, SMALLEST_BUNDLE_BYTES):
+            return False
+        return is_sliceable(self._optimizer, slot, self._engine)
 
     def _advance_slice(self, step: OpenStep, sliced: SlicedParameter) -> None:
         try:
-            part = self._made(lambda: sliced.show(self._bundle_bytes), "before a slice")
-            divisible = bytes_to_copy(self._optimizer, part.parameter) > SMALLEST_BUNDLE_BYTES
-            self._advanced(step, [part], divisible=divisible, then=sliced.keep)
+            part = self._twice(lambda: sliced.show(self._bundle_bytes), "before a slice")
+            self._advanced(step, [part], divisible=self._bytes_of(part) > SMALLEST_BUNDLE_BYTES)
         finally:
             sliced.hide()
         if sliced.done:
             self._sliced = None
             del self._left[0]
 
-    def _can_slice(self, slot: Slot) -> bool:
-        return self._may_slice and is_sliceable(self._optimizer, slot, self._engine)
-
-    def _advanced(
-        self,
-        step: OpenStep,
-        bundle: list[Slot],
-        *,
-        divisible: bool,
-        then: Callable[[], object] = lambda: None,
-    ) -> bool:
+    def _advanced(self, step: OpenStep, bundle: list[Slot], *, divisible: bool) -> bool:
         """Step a bucket; on failure, halve the bucket size and return False if divisible, else try it again."""
-        failure = self._attempt(step, bundle, then, on_host=False)
+        failure = self._attempt(step, bundle, on_host=False)
         if failure is not None and divisible:
-            size = sum(bytes_to_copy(self._optimizer, slot.parameter) for slot in bundle)
-            self._bundle_bytes = size // 2
+            self._bundle_bytes = sum(map(self._bytes_of, bundle)) // 2
             return False
         for _ in range(2):  # these keep the copies in host memory
             if failure is not None:
-                failure = self._attempt(step, bundle, then, on_host=True)
+                failure = self._attempt(step, bundle, on_host=True)
         if failure is not None:
             raise self._error(failure, self._name_of(bundle[0]))
         return True
 
-    def _next_bundle(self) -> tuple[list[Slot], int]:
-        bundle: list[Slot] = []
-        size = 0
-        for slot in self._left:
-            slot_bytes = bytes_to_copy(self._optimizer, slot.parameter)
-            if bundle and size + slot_bytes > self._bundle_bytes:
-                break
-            bundle.append(slot)
-            size += slot_bytes
-        return bundle, size
-
-    def _attempt(
-        self, step: OpenStep, bundle: list[Slot], then: Callable[[], object], *, on_host: bool
-    ) -> str | None:
+    def _attempt(self, step: OpenStep, bundle: list[Slot], *, on_host: bool) -> str | None:
         """Step a bucket; on failure everything is restored, and the reason is returned."""
-        kept: list[StepCopies] = []
-        failure = self._tried(
-            lambda: kept.append(
-                StepCopies(
-                    self._optimizer,
-                    bundle,
-                    on_host=on_host,
-                    room=self._room,
-                    reads_gradient=self._reads_gradient,
-                )
+
+        def copies() -> StepCopies:
+            return StepCopies(
+                self._optimizer,
+                bundle,
+                on_host=on_host,
+                room=self._room,
+                reads_gradient=self._reads_gradient,
             )
-        )
-        if failure is not None:
-            return failure
 
         def act() -> None:
             step.advance(bundle)
-            then()
+            if self._sliced is not None:
+                self._sliced.keep()
 
-        def put_back() -> None:
-            step.take_back(bundle)
-            kept[0].restore()
+        return self._counted(tried_on_copies(copies, act, lambda: step.take_back(bundle)))
 
-        return self._tried(act, put_back)
+    def _counted(self, failure: str | None) -> str | None:
+        if failure is not None:
+            self.failures += 1
+            self._room = Room()
+        return failure
+
+    def _bytes_of(self, slot: Slot) -> int:
+        return bytes_to_copy(self._optimizer, slot.parameter)
 
     def _reads_gradient(self, slot: Slot) -> bool:
         """Whether a step is known to leave the gradient unchanged; some overwrite or unscale it."""
@@ -187,24 +174,6 @@ class BundledStep:
             return gradient is not None and gradient.dtype != torch.float32
         fused = self._optimizer.param_groups[slot.group].get("fused")
         return type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not fused
-
-    def _finish(self, step: OpenStep) -> None:
-        failure = self._tried(step.finish)
-        if failure is not None:
-            failure = self._tried(step.finish)
-        if failure is not None:
-            if not self._count:
-                step.take_back([])
-            raise self._error(failure, "after its last parameter")
-
-    def _tried(
-        self, action: Callable[[], object], put_back: Callable[[], object] | None = None
-    ) -> str | None:
-        failure = tried(action, put_back)
-        if failure is not None:
-            self.failures += 1
-            self._room = Room()
-        return failure
 
     def _name_of(self, slot: Slot) -> str:
         sliced, part = self._sliced, slot.parameter

@@ -4,7 +4,7 @@ An optimizer that treats every element alike steps a large parameter in slices, 
 temporaries of a step are bounded by a constant, and on a CPU stay in its cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
@@ -116,6 +116,23 @@ def buckets_of(
                 bucket, size = [], 0
             bucket.append(piece)
             size += piece_bytes
+    if bucket:
+        yield bucket
+
+
+def buckets_within(
+    every: Iterable[Slot], bytes_of: Callable[[Slot], int], most_bytes: int
+) -> Iterator[list[Slot]]:
+    """Parameters in order, in buckets of at most so many bytes; one that has more is a bucket of its own."""
+    bucket: list[Slot] = []
+    size = 0
+    for slot in every:
+        slot_bytes = bytes_of(slot)
+        if bucket and size + slot_bytes > most_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(slot)
+        size += slot_bytes
     if bucket:
         yield bucket
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.modes import LOW_STATES
-from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.pieces import Slot, buckets_within
 
 _BYTES_BEFORE_THE_FIRST_STEP = 8  # per value: two float32 moments, as most optimizers keep
 _HOST_MEMORY = ("cpu", "mps")  # Apple's GPU computes in the host's memory
@@ -92,7 +92,7 @@ class StateHome:
     def _visit(
         self, optimizer: Optimizer, device: torch.device, group: Iterable[Slot], advance: Advance
     ) -> None:
-        buckets = self._buckets(optimizer, group)
+        buckets = buckets_within(group, lambda slot: _bytes_of(optimizer, slot.parameter), self.bucket_bytes)
         coming = self._send(optimizer, next(buckets), device)
         while coming is not None:
             here, coming = coming, None
@@ -109,19 +109,6 @@ class StateHome:
     def take_home(self, value: Any) -> Any:
         """Copy a state's tensors to host memory; scalars and other values stay as they are."""
         return mapped(value, lambda tensor: self._room_for(tensor).copy_(tensor))
-
-    def _buckets(self, optimizer: Optimizer, group: Iterable[Slot]) -> Iterator[list[Slot]]:
-        bucket: list[Slot] = []
-        size = 0
-        for slot in group:
-            slot_bytes = _bytes_of(optimizer, slot.parameter)
-            if bucket and size + slot_bytes > self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(slot)
-            size += slot_bytes
-        if bucket:
-            yield bucket
 
     def _send(self, optimizer: Optimizer, bucket: list[Slot], device: torch.device) -> "_Visitors":
         """Start the copies of a bucket's states to the device."""

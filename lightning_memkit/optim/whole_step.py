@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.optim.shadow import ShadowEngine
-from lightning_memkit.optim.step_copies import WholeStepCopies
+from lightning_memkit.optim.step_copies import StepCopies, WholeStepCopies
 from lightning_memkit.utilities.generators import Generators
 
 
@@ -44,31 +44,46 @@ def step_whole(
     Raises:
         StepOutOfMemoryError: all tries have.
     """
-    failure = ""
-    for failures in range(tries):
-        failure = _attempt_whole(optimizer, engine, act)
-        if failure is None:
-            return failures
-    state = "Weights, states and gradients are as before the step."
-    raise step_error(optimizer, failure or "", "as a whole", state, half_stepped=False)
-
-
-def _attempt_whole(optimizer: Optimizer, engine: ShadowEngine, act: Callable[[], object]) -> str | None:
     noise, generators = engine.rounding.state_dict(), Generators()
-    kept: list[WholeStepCopies] = []
-    failure = tried(lambda: kept.append(WholeStepCopies(optimizer)))
-    if failure is not None:
-        return failure
 
-    def put_back() -> None:
+    def take_back() -> None:
         engine.rounding.load_state_dict(noise)
-        kept[0].restore()
         generators.restore()  # of an optimizer that draws: its next try draws the same numbers
 
-    return tried(act, put_back)
+    failures = 0
+    while (failure := tried_on_copies(lambda: WholeStepCopies(optimizer), act, take_back)) is not None:
+        failures += 1
+        if failures == tries:
+            state = "Weights, states and gradients are as before the step."
+            raise step_error(optimizer, failure, "as a whole", state, half_stepped=False)
+    return failures
 
 
-def tried(action: Callable[[], object], put_back: Callable[[], object] | None = None) -> str | None:
+def tried_on_copies(
+    copy: Callable[[], StepCopies], act: Callable[[], object], take_back: Callable[[], object]
+) -> str | None:
+    """Copy what an action changes, and run it; if either runs out of memory, restore and return the error's text.
+
+    Args:
+        copy: makes the copies.
+        act: the action.
+        take_back: undoes what the copies do not cover; called before they are restored.
+    """
+    kept: list[StepCopies] = []
+
+    def copy_and_act() -> None:
+        kept.append(copy())
+        act()
+
+    def put_back() -> None:
+        if kept:  # otherwise the copies ran out of memory, and nothing has changed
+            take_back()
+            kept[0].restore()
+
+    return tried(copy_and_act, put_back)
+
+
+def tried(action: Callable[[], object], put_back: Callable[[], object] = lambda: None) -> str | None:
     """Run an action; if it runs out of memory, undo it, free its memory, and return the error's text."""
     try:
         action()
@@ -78,8 +93,7 @@ def tried(action: Callable[[], object], put_back: Callable[[], object] | None = 
             raise
         failure = str(error)
     # Outside the handler, where the traceback would keep the step's tensors alive.
-    if put_back is not None:
-        put_back()
+    put_back()
     free_memory()
     return failure
 
