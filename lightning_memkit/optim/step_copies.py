@@ -59,10 +59,7 @@ class StepCopies:
         self._reads_gradient = reads_gradient
         self._tensors: list[Tensor] = []
         self._containers: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        self._weights_seen: set[int] = (
-            set()
-        )  # parameters that an optimizer also refers to elsewhere are copied once
+        self._seen: set[int] = set()  # what an optimizer refers to in several places is copied once
         self._weights: list[tuple[Parameter, Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None if it has none
         self._keep_all(shown)
@@ -86,6 +83,8 @@ class StepCopies:
         self._values.write_back()
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
+        shown = list(shown)
+        self._seen |= {id(slot.parameter) for slot in shown}
         for slot in shown:
             self._keep_parameter(slot)
 
@@ -93,19 +92,10 @@ class StepCopies:
         parameter = slot.parameter
         data = parameter.detach()  # the current memory: a step may assign another one to the parameter
         self._weights.append((parameter, data, parameter.grad))
-        self._weights_seen.add(id(parameter))
         self._keep(data)
         if parameter.grad is not None and not self._reads_gradient(slot):
             self._keep(parameter.grad)
         self._keep_state(parameter)
-
-    def _keep_beside(self) -> None:
-        """Keep what a step may note on parameters, as attributes of theirs (`p.momentum = ...`)."""
-        for slot in slots(self._optimizer):
-            attributes = vars(slot.parameter)
-            self._containers.append((attributes, attributes.copy()))
-            for value in attributes.values():
-                self._keep(value)
 
     def _keep_state(self, key: Any) -> None:
         state = self._optimizer.state[key] if key in self._optimizer.state else None
@@ -133,21 +123,56 @@ class StepCopies:
             if not isinstance(item, Tensor):
                 make_rewindable(item)
                 self._containers.append((item, copied_contents(item)))
-            elif id(item) not in self._weights_seen:
+            else:
                 self._tensors.extend(_parts(item))
 
 
-class WholeStepCopies(StepCopies):
+class OwnAttributeCopies(StepCopies):
+    """Copies of an optimizer's own attributes and all they hold; may be restored any number of times.
+
+    These are buffers, counters, other optimizers, and what a step notes on parameters (`p.momentum = ...`).
+
+    Args:
+        optimizer: the optimizer.
+        on_host: keep the copies in host memory.
+        shown: parameters whose weights, gradients and states are copied, too.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, on_host: bool, shown: Iterable[Slot] = ()) -> None:
+        self._own, self._classes = own_attributes(optimizer), own_class_attributes(optimizer)
+        super().__init__(optimizer, shown, on_host=on_host)
+
+    def restore(self) -> None:
+        """Restore the attributes, and the parameters that were shown."""
+        super().restore()
+        for kind, before in self._classes:
+            restore_class_attributes(kind, before)
+        attributes = vars(self._optimizer)
+        for name in [name for name in attributes if is_own(name) and name not in self._own]:
+            del attributes[name]
+        attributes.update(self._own)
+
+    def _keep_all(self, shown: Iterable[Slot]) -> None:
+        super()._keep_all(shown)
+        # Weights, states and groups, which an inner optimizer may share, are rolled back separately.
+        optimizer = self._optimizer
+        groups = [*optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)]
+        parameters = [slot.parameter for slot in slots(optimizer)]
+        self._seen.update(map(id, (optimizer.state, optimizer.param_groups, *groups, *parameters)))
+        of_classes = [value for _, attributes in self._classes for value in attributes.values()]
+        for value in (*map(vars, parameters), *self._own.values(), *of_classes):
+            self._keep_all_within(value)
+
+
+class WholeStepCopies(OwnAttributeCopies):
     """Copies, in host memory, of everything that a step of any optimizer may change.
 
-    Besides those of `StepCopies`: group scalars, states of no parameter, and the optimizer's own attributes
-    with everything they hold: buffers, counters, other optimizers.
+    Besides those of all parameters and of the optimizer's own attributes: group scalars, states of no parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._scalars = group_scalars(optimizer)
-        self._own, self._classes = own_attributes(optimizer), own_class_attributes(optimizer)
-        super().__init__(optimizer, slots(optimizer), on_host=True)
+        super().__init__(optimizer, on_host=True, shown=slots(optimizer))
 
     def restore(self) -> None:
         """Restore everything."""
@@ -157,7 +182,6 @@ class WholeStepCopies(StepCopies):
                 del self._optimizer.state[key]
         super().restore()
         restore_group_scalars(self._optimizer, self._scalars)
-        restore_own_attributes(self._optimizer, self._own, self._classes)
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
         super()._keep_all(shown)
@@ -165,53 +189,6 @@ class WholeStepCopies(StepCopies):
         for key in self._optimizer.state:
             if key not in parameters:
                 self._keep_state(key)
-        self._seen |= {id(slot.parameter) for slot in slots(self._optimizer)}
-        self._keep_beside()
-        for value in _held_by(self._own, self._classes):
-            self._keep(value)
-
-
-class OwnAttributeCopies(StepCopies):
-    """Copies of an optimizer's own attributes and all they hold; may be restored any number of times."""
-
-    def __init__(self, optimizer: Optimizer, *, on_host: bool) -> None:
-        self._own, self._classes = own_attributes(optimizer), own_class_attributes(optimizer)
-        self._elsewhere = {id(slot.parameter) for slot in slots(optimizer)}
-        super().__init__(optimizer, (), on_host=on_host)
-
-    def restore(self) -> None:
-        """Restore the attributes."""
-        super().restore()
-        restore_own_attributes(self._optimizer, self._own, self._classes)
-
-    def _keep_all(self, shown: Iterable[Slot]) -> None:
-        self._weights_seen |= self._elsewhere  # the weights are rolled back separately
-        self._seen |= self._elsewhere
-        # So are the contents of `state` and the groups, which an inner optimizer may share.
-        self._seen.update(map(id, (self._optimizer.state, self._optimizer.param_groups)))
-        for group in self._optimizer.param_groups:
-            self._seen |= {id(group), id(group["params"])}
-        self._keep_beside()
-        for value in _held_by(self._own, self._classes):
-            self._keep(value) if not isinstance(value, Tensor) else self._keep_all_within(value)
-
-
-def _held_by(own: dict[str, Any], classes: list[tuple[type, dict[str, Any]]]) -> Iterator[Any]:
-    yield from own.values()
-    for _, attributes in classes:
-        yield from attributes.values()
-
-
-def restore_own_attributes(
-    optimizer: Optimizer, own: dict[str, Any], classes: Iterable[tuple[type, dict[str, Any]]] = ()
-) -> None:
-    """Give an optimizer exactly these attributes of its own, and its classes exactly those."""
-    for kind, before in classes:
-        restore_class_attributes(kind, before)
-    attributes = vars(optimizer)
-    for name in [name for name in attributes if is_own(name) and name not in own]:
-        del attributes[name]
-    attributes.update(own)
 
 
 class _CopiedValues:
@@ -268,19 +245,12 @@ class Room:
 
 def bytes_to_copy(optimizer: Optimizer, parameter: Parameter) -> int:
     """Bytes of a parameter, its gradient and its states."""
-    size = parameter.nbytes
-    values: list[Any] = [parameter.grad]
-    if parameter in optimizer.state:
-        values += optimizer.state[parameter].values()
-    for value in values:
-        if type(value) in _PLAIN_TENSORS and value.layout == torch.strided:
-            size += value.nbytes
-        elif isinstance(value, Tensor):
-            size += sum(
-                part.nbytes if part.layout == torch.strided else part._values().nbytes
-                for part in _parts(value)
-            )
-    return size
+    state = optimizer.state[parameter] if parameter in optimizer.state else {}
+    held = [value for value in (parameter.grad, *state.values()) if isinstance(value, Tensor)]
+    parts = [part for value in held for part in _parts(value)]
+    return parameter.nbytes + sum(
+        part.nbytes if part.layout == torch.strided else part._values().nbytes for part in parts
+    )
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
