@@ -22,13 +22,12 @@ from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, is_bitsandbytes
 from lightning_memkit.optim.low_forms import put_low_halves
 from lightning_memkit.optim.methods import (
     COMPENSATION,
-    give_step_back,
     has_own_step,
     is_known_by_parameter,
     living,
     local_optimizer,
     refuse_differentiable,
-    replaced_step,
+    replace_step,
     stock_step,
     uses_closure_its_own_way,
 )
@@ -65,16 +64,12 @@ class Compensation:
         self.engine = engine
         self.undo_widening: Callable[[], None] = lambda: None
         self._active = True
-        self._previous_step = optimizer.__dict__.get("step")
         self.stock_step = stock_step(optimizer)
         engine.may_fuse = not has_own_step(optimizer)
         engine.under_identity = not (is_known_by_parameter(optimizer) or _is_sharded(optimizer))
         self._undo_checkpoints = keep_states_exact(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
-        # A scheduler has already wrapped the step.
-        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")
-        self._own_step = replaced_step(optimizer, self._act, wrapped=wrapped)
-        optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
+        self._give_step_back = replace_step(optimizer, self._act)
         # Copying or pickling the class's usual way would give plain bfloat16 steps, which lose small updates.
         optimizer.__dict__["__reduce_ex__"] = self._reduced
 
@@ -92,8 +87,7 @@ class Compensation:
         self._undo_checkpoints()
         self._undo_switches()
         self.undo_widening()
-        if optimizer.__dict__.get("step") is self._own_step:
-            give_step_back(optimizer, self._previous_step)
+        self._give_step_back()
         optimizer.__dict__.pop(COMPENSATION, None)
         optimizer.__dict__.pop("__reduce_ex__", None)
         for slot in slots(optimizer):

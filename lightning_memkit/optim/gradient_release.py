@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_hooks import GradientHooks
-from lightning_memkit.optim.methods import give_step_back, living, replaced_step, stock_step
+from lightning_memkit.optim.methods import living, replace_step, stock_step
 from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots_of_step, with_gradients
 from lightning_memkit.optim.release_checks import (
@@ -63,13 +63,8 @@ class Release:
         self._hooks = GradientHooks(self, Release._on_gradient)
         self._measured: dict[Parameter, Tensor] | None = None  # not None while norms are measured
         self._forget_step()
-        self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = stock_step(optimizer)
-        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # by an earlier LR scheduler
-        step = replaced_step(optimizer, lambda *_: self._finish(), wrapped=wrapped)
-        # The step owns the release and not vice versa: a cycle would keep the weights until collected.
-        step.__dict__[_MARK] = self
-        optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
+        self._give_step_back = replace_step(optimizer, lambda *_: self._finish())
         self._load_hook = optimizer.register_load_state_dict_pre_hook(lambda *_: self._abandon())
         self._active = True
         self.attach()
@@ -108,8 +103,7 @@ class Release:
         self._hooks.remove()
         own = getattr(self._optimizer(), "__dict__", {})  # empty if the optimizer was exchanged and is gone
         own.pop(_MARK, None)
-        if getattr(own.get("step"), _MARK, None) is self:
-            give_step_back(self.optimizer, self._previous_step)
+        self._give_step_back()
 
     def measured_norm(self, backward: Callable[[], object]) -> Tensor:
         """The norm of the gradients of a backward, each freed at once; bitwise that of `clip_grad_norm_`.

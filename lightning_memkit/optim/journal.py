@@ -32,10 +32,9 @@ from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep, show_overrides
 from lightning_memkit.optim.methods import (
     demands_closure,
-    give_step_back,
     living,
     refuse_differentiable,
-    replaced_step,
+    replace_step,
     stock_step,
     uses_closure_its_own_way,
 )
@@ -82,12 +81,8 @@ class Journal:
         self._counts: dict[Parameter, int] = {}  # of each parameter's states, after its last cold step
         self._measures = False
         self._active = True
-        self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = stock_step(optimizer)
-        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # by an earlier LR scheduler
-        step = replaced_step(optimizer, self._act, wrapped=wrapped)
-        step.__dict__[_MARK] = self
-        optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
+        self._give_step_back = replace_step(optimizer, self._act)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -102,8 +97,7 @@ class Journal:
         self._gradients = {}
         own = getattr(self._optimizer(), "__dict__", {})  # empty if the optimizer was exchanged and is gone
         own.pop(_MARK, None)
-        if getattr(own.get("step"), _MARK, None) is self:
-            give_step_back(self.optimizer, self._previous_step)
+        self._give_step_back()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.closures import demands_closure, evaluates_in_its_own_way, note_way
+from lightning_memkit.utilities.patching import Undo
 
 # Optimizers of the libraries in `_BY_PARAMETER` step each parameter by itself, except those that
 # `combines_over_the_model` knows.
@@ -125,21 +126,32 @@ def uses_closure_its_own_way(optimizer: Optimizer) -> bool:
     return evaluates_in_its_own_way(local_optimizer(optimizer))
 
 
-def give_step_back(optimizer: Optimizer, previous: Any) -> None:
-    """Undo `replaced_step`, if the optimizer's step is still that replacement.
+def replace_step(optimizer: Optimizer, act: Callable[[Optimizer, Callable[[], Any] | None], Any]) -> Undo:
+    """Make ``optimizer.step`` a `replaced_step` that calls ``act``.
 
-    If a scheduler made since has wrapped the replacement, do not call this: the wrapper stays and calls the
-    replaced step's original.
-
-    Args:
-        optimizer: the optimizer whose step was replaced.
-        previous: the `step` in the optimizer's own attributes before; None for its class's step.
+    Returns:
+        The undo. It does nothing if the optimizer is gone, or if a scheduler made since has wrapped the step: the
+        wrapper stays, and calls ``act``.
     """
-    optimizer.__dict__.pop(SLOTS, None)
-    if previous is None:
-        del optimizer.__dict__["step"]
-    else:
-        optimizer.step = previous
+    previous = optimizer.__dict__.get("step")
+    wrapped = hasattr(previous, "_wrapped_by_lr_sched")  # by an earlier LR scheduler
+    step = replaced_step(optimizer, act, wrapped=wrapped)
+    optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
+    # Weak: a handle that has the undo, and whose method the step calls, would be a cycle that keeps the weights.
+    owner, ours = ref(optimizer), ref(step)
+
+    def undo() -> None:
+        optimizer = owner()
+        current = None if optimizer is None else optimizer.__dict__.get("step")
+        if optimizer is None or current is None or current is not ours():
+            return
+        optimizer.__dict__.pop(SLOTS, None)
+        if previous is None:
+            del optimizer.__dict__["step"]
+        else:
+            optimizer.step = previous
+
+    return undo
 
 
 def refuse_closures(optimizer: Optimizer, what: str) -> None:

@@ -67,7 +67,7 @@ def slots(optimizer: Optimizer) -> Iterator[Slot]:
 def slots_of_step(optimizer: Optimizer) -> list[Slot]:
     """As `slots`, for every step: a list not to be changed, made anew where groups have other parameters.
 
-    It is kept on the optimizer, with which it goes; `give_step_back` removes it.
+    It is kept on the optimizer, with which it goes; the undo of a replaced step removes it.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     sizes, parameters = list(map(len, groups)), list(chain.from_iterable(groups))
