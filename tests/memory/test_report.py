@@ -211,6 +211,14 @@ def test_the_page_has_every_table(report: StepReport) -> None:
     assert "not predicted: no fork" in Parsed(page(unknown)).text
 
 
+def test_tables_with_sentences_name_each_cell_and_become_lists_on_a_narrow_screen(report: StepReport) -> None:
+    tags = Parsed(page(report)).tags
+    assert sum(tag == "table" and "words" in attributes.get("class", "") for tag, attributes in tags) == 2
+    named = [attributes["data-column"] for tag, attributes in tags if tag == "td"]
+    assert named.count("what to write instead") == len(report.anatomy.findings) > 0
+    assert named.count("how") == len(report.advice) > 0
+
+
 def test_names_of_others_are_text_and_not_tags(report: StepReport) -> None:
     anatomy = replace(report.anatomy, peak_module=NASTY, peak_place=NASTY)
     step = replace(
