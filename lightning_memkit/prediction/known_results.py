@@ -1,6 +1,6 @@
 """What operators return for fake tensors, known by their operands; torch's cache of that takes ten times as long."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ _NUMBERS = (bool, int, float, complex)  # 1, 1.0 and True are equal, and give re
 _NAMES = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 Key = tuple[Any, ...]
+_MakesFake = Callable[[Tensor, torch.device], FakeTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class _SameOperand:
 
     place: int
 
-    def made(self, mode: FakeTensorMode, tensors: Sequence[Tensor]) -> Any:
+    def made(self, fake: _MakesFake, tensors: Sequence[Tensor]) -> Any:
         return tensors[self.place]
 
 
@@ -41,7 +42,7 @@ class _PlainResult:
 
     value: Any
 
-    def made(self, mode: FakeTensorMode, tensors: Sequence[Tensor]) -> Any:
+    def made(self, fake: _MakesFake, tensors: Sequence[Tensor]) -> Any:
         return self.value
 
 
@@ -56,12 +57,12 @@ class _LaidOut:
     device: torch.device
     place: int | None
 
-    def made(self, mode: FakeTensorMode, tensors: Sequence[Tensor]) -> Any:
+    def made(self, fake: _MakesFake, tensors: Sequence[Tensor]) -> Any:
         with torch._C._DisableTorchDispatch():
             bare = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             if self.place is not None:
                 bare.set_(tensors[self.place].untyped_storage(), self.offset, self.shape, self.stride)
-        return FakeTensor(mode, bare, self.device)
+        return fake(bare, self.device)
 
 
 _Result = _SameOperand | _PlainResult | _LaidOut
@@ -74,10 +75,10 @@ class _KnownOutcome:
     results: tuple[_Result, ...]
     several: type | None
 
-    def made(self, mode: FakeTensorMode, tensors: Sequence[Tensor]) -> Any:
+    def made(self, fake: _MakesFake, tensors: Sequence[Tensor]) -> Any:
         if self.several is None:
-            return self.results[0].made(mode, tensors)
-        return self.several(one.made(mode, tensors) for one in self.results)
+            return self.results[0].made(fake, tensors)
+        return self.several(one.made(fake, tensors) for one in self.results)
 
 
 Found = dict[Key, _KnownOutcome | None]  # None for an operator that has to run each time
@@ -99,6 +100,7 @@ class KnownResults:
         self.misses = 0
         self.found: Found = {}
         self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
@@ -107,7 +109,7 @@ class KnownResults:
             key = self.key = self._key(func, args, kwargs, tensors)
             outcome = None if key is None else self.found.get(key)
             if outcome is not None:
-                return outcome.made(self._mode, tensors)
+                return outcome.made(self._fake, tensors)
         out = func(*args, **kwargs)
         if key is not None and key not in self.found:
             self.misses += 1
@@ -129,6 +131,20 @@ class KnownResults:
             if not self._note((value,), parts, tensors):
                 return None
         return tuple(parts)
+
+    def _fake(self, bare: Tensor, device: torch.device) -> FakeTensor:
+        """The fake tensor of one on the meta device: made by its class once, and as that was made from then on."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            one = FakeTensor(self._mode, bare, device)
+            self._attributes[device] = dict(vars(one))
+            return one
+        one: Any = Tensor._make_subclass(
+            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(one)
+        vars(one).update(attributes)
+        return one
 
     def _note(self, items: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
         for item in items:
@@ -181,8 +197,8 @@ class KnownResults:
         storage = out.untyped_storage()._cdata
         place = next((i for i, one in enumerate(tensors) if one.untyped_storage()._cdata == storage), None)
         shape, stride = tuple(out.shape), tuple(out.stride())
-        result = _LaidOut(shape, stride, out.storage_offset(), out.dtype, out.fake_device, place)
-        return result if _are_alike(result.made(self._mode, tensors), out) else None
+        result = _LaidOut(shape, stride, int(out.storage_offset()), out.dtype, out.fake_device, place)
+        return result if _are_alike(result.made(self._fake, tensors), out) else None
 
 
 def _is_plain_index(func: OpOverload, tensors: Sequence[Tensor]) -> bool:

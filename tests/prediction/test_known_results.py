@@ -50,6 +50,7 @@ def traits(values) -> list[object]:
         seen.append((
             number, one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.untyped_storage().nbytes(),
             one.requires_grad, one.device, one.is_conj(), one.is_neg(), torch._C._dispatch_key_set(one),
+            {name: value for name, value in vars(one).items() if name != "fake_mode"},
         ))  # fmt: skip
     return seen
 
