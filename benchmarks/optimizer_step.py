@@ -36,7 +36,7 @@ from benchmarks.harness import (
 )
 from lightning_memkit.memory.processors import allowed_processors
 from lightning_memkit.optim.compensation import compensate
-from lightning_memkit.optim.gradient_release import BUNDLE_BYTES
+from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, release_gradients
 from lightning_memkit.optim.journal import journal_steps
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
@@ -94,11 +94,24 @@ def run(options: Options) -> Report:
                     f"bytes_per_param_{FIGURES[label]}": _bytes_per_parameter(optimizer),
                 }
     figures["bytes_per_param_split24_8bit"] = figures.pop("bytes_per_param_8bit_states")
+    released = _released_bytes(shapes, options)
+    figures["bytes_per_param_split24_8bit_released"] = released
+    rows.append({"what": "memkit split24, 8-bit, gradients released", "bytes_per_param": released})
     with one_thread():
         figures |= _host_times(options, rows)
         figures |= _journaled_steps(options, rows)
     figures["parameters"], figures["threads_of_ratios"] = _count(shapes), cores
     return Report("optimizer_step", figures, rows, void=self_ratio_is_void(same), notes=tuple(notes))
+
+
+def _released_bytes(shapes: list[tuple[int, ...]], options: Options) -> float:
+    """Bytes a parameter when a backward has ended that has stepped each of its parameters, and freed the gradient."""
+    parameters = _parameters(shapes, torch.bfloat16, torch.device("cpu"), options.seed)
+    optimizer = _memkit("split24", "8-bit")(parameters)
+    release_gradients(optimizer)
+    optimizer.zero_grad()
+    torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+    return _bytes_per_parameter(optimizer)
 
 
 def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:
