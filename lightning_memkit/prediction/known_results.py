@@ -9,15 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-_NAMESPACES = (
-    "aten",
-    "prims",
-)  # the fake kernels of others may do anything, and a fork may be alone in having them
-_BY_VALUES = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-)
+# Fake kernels of other operators may do anything, and a fork may be alone in having these.
+_NAMESPACES = ("aten", "prims")
+_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _LIFTS = {torch.ops.aten.lift, torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy}
 _NUMBERS = (bool, int, float, complex)  # 1, 1.0 and True are equal, and give results of other dtypes
 _NAMES = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
