@@ -51,7 +51,12 @@ class Leak:
 
 
 def probe_contamination(
-    model: nn.Module, batch: PackedBatch, run: Run | None = None, *, agree: Agree = bool
+    model: nn.Module,
+    batch: PackedBatch,
+    run: Run | None = None,
+    *,
+    agree: Agree = bool,
+    evaluates: bool = False,
 ) -> bool:
     """Raise if packed documents see each other; costs four forwards of two rows, and leaves no trace.
 
@@ -63,6 +68,7 @@ def probe_contamination(
         run: Runs the model on a batch; it returns a loss, a mapping or an object with one, or None. Default:
             ``model.training_step(batch, 0)`` if the model has one, else ``model(**batch)``.
         agree: Whether something holds on at least one rank, so that ranks make equal numbers of forwards.
+        evaluates: `run` is a step of an evaluation: what the model does in training does not matter.
 
     Returns:
         Whether there was anything to test: a row with two documents, and a model in which tokens can be
@@ -81,7 +87,7 @@ def probe_contamination(
         try:
             leak = probe.find(evaluating=True)
             in_evaluation = leak
-            if agree(leak is not None):
+            if agree(leak is not None) and not evaluates:
                 # Some models keep documents apart in one mode only: transformers disables its cache in
                 # training with activation checkpointing.
                 leak = probe.find(evaluating=False)

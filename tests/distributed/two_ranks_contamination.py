@@ -28,14 +28,16 @@ def main(path: str, strategy: str) -> None:
     torch.set_num_threads(1)
     ends: dict[str, str] = {}
     for name, options in (("clean", {}), ("leak", {"attention": leaking})):
-        kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
-        fitted = trainer(ContaminationProbe(), max_steps=2, devices=2, strategy=kinds[strategy])
-        module = model(**options, kind=Sharded if strategy == "fsdp2" else CausalLM)
-        try:
-            fitted.fit(module, Batches(documents=0 if fitted.global_rank else 4))
-            ends[name] = f"{fitted.global_step} steps"
-        except ContaminationError as error:
-            ends[name] = str(error)
+        for run in ("fit", "validate"):
+            kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
+            one = trainer(ContaminationProbe(), max_steps=2, devices=2, strategy=kinds[strategy])
+            module = model(**options, kind=Sharded if strategy == "fsdp2" else CausalLM)
+            batches = Batches(documents=0 if one.global_rank else 4)
+            try:
+                getattr(one, run)(module, batches)
+                ends[f"{run}, {name}"] = f"{one.global_step} steps"
+            except ContaminationError as error:
+                ends[f"{run}, {name}"] = str(error)
     gathered: list[Any] = [None, None]
     torch.distributed.all_gather_object(gathered, ends)
     torch.save({"ends": gathered}, path)

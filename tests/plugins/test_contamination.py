@@ -214,6 +214,8 @@ def test_memory_for_one_row_is_enough():
 def test_two_ranks_agree(strategy, tmp_path):
     """One rank's rows hold one document each: it runs along, and stops where the other finds a leak."""
     first, second = two_ranks("two_ranks_contamination", tmp_path, strategy)["ends"]
-    assert first["clean"] == second["clean"] == "2 steps"
-    assert "of row 1 change with other documents" in first["leak"]
-    assert "on another rank, whose error names the place" in second["leak"]
+    assert first["fit, clean"] == second["fit, clean"] == "2 steps"
+    assert first["validate, clean"] == second["validate, clean"] == "0 steps"
+    for name in ("fit, leak", "validate, leak"):
+        assert "of row 1 change with other documents" in first[name]
+        assert "on another rank, whose error names the place" in second[name]

@@ -33,6 +33,9 @@ class Own(LightningModule):
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
         """The data module has documents for it."""
+        self.training_step(batch, batch_idx)
+
+    test_step = predict_step = validation_step
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps += 1
@@ -71,6 +74,20 @@ def test_the_embedding_is_named(callbacks: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=rule):
         fit(module, *map(MemoryBudget, callbacks))
     assert module.steps == 0
+    assert not hooks_of(module)
+
+
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("source", "packing"), [(TEXTS, "bfd"), (Stream(), "stream")], ids=["documents", "stream"]
+)
+def test_so_it_is_in_an_evaluation_without_a_fit(what: str, source: Any, packing: Any) -> None:
+    module, trainer = Own(100), Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    data = PackedDataModule(
+        {"validation": source, "test": source, "predict": source}, context=64, packing=packing
+    )
+    with pytest.raises(ValueError, match=r"token ids up to \d+ .*the embedding inner\.words has 100 rows"):
+        getattr(trainer, what)(module, datamodule=data)
     assert not hooks_of(module)
 
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_memkit import PackedDataModule, use_packed_attention
+from lightning_memkit import NoEffectWarning, PackedDataModule, use_packed_attention
 from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.data.sources.shares import DocumentOptions
 from tests.plugins.noise import NOISE
@@ -16,6 +16,7 @@ from tests.plugins.toys import trainer
 pytestmark = [*NOISE, pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")]
 transformers = pytest.importorskip("transformers")
 LINE = "LlamaForCausalLM uses packed_attention in this fit"
+IN_EVALUATION = "LlamaForCausalLM uses packed_attention in this evaluation"
 DOCUMENTS = [[int(token) for token in torch.arange(5 + i % 9) * (i % 7 + 1) % 60] for i in range(120)]
 
 
@@ -37,6 +38,20 @@ class Language(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Evaluated(Language):
+    """Its steps log, and take different arguments."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+        self.log("loss", self.losses[-1], batch_size=1)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self.model(**batch).logits
+
+
 class Plain(LightningModule):
     """No model of transformers."""
 
@@ -51,6 +66,9 @@ class Untold(Language):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self.model(input_ids=batch["input_ids"]).logits
 
 
 class Failing(Language):
@@ -87,6 +105,62 @@ def test_it_is_trained_and_tested_as_with_packed_attention(caplog: pytest.LogCap
     assert len(ours.losses) > 0
 
 
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+def test_an_evaluation_without_a_fit_is_one_with_packed_attention(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so in a line, logs each value once, draws nothing, and leaves the model as it was."""
+    ours, theirs = Evaluated(), Evaluated()
+    own, undo = attention_of(ours), use_packed_attention(theirs)
+    found: list[Any] = []
+    for module in (ours, theirs):
+        caplog.clear()
+        torch.manual_seed(7)
+        seen = PackedDataModule(
+            {"train": DOCUMENTS, "validation": DOCUMENTS[:40], "test": DOCUMENTS[:40]},
+            context=32,
+            batch_size=4,
+        )
+        shown = {} if what == "predict" else {"verbose": False}
+        with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+            result = getattr(trainer(), what)(module, datamodule=seen, **shown)
+        found.append((result, torch.rand(()), IN_EVALUATION in caplog.text))
+    undo()
+    (result, drawn, said), (expected, expected_draw, expected_said) = found
+    assert said
+    assert not expected_said
+    assert attention_of(ours) == own
+    assert not ours.model._forward_pre_hooks
+    assert ours.losses == theirs.losses
+    assert torch.equal(drawn, expected_draw)
+    if what == "predict":
+        assert all(map(torch.equal, result, expected))
+    else:
+        assert result == expected
+        assert len(ours.losses) > 0
+
+
+def test_an_evaluation_of_a_model_that_is_not_told_is_refused_before_its_first_batch() -> None:
+    module = Untold()
+    own = attention_of(module)
+    with pytest.raises(ContaminationError, match="Hand the transformers model the whole batch"):
+        trainer().predict(module, datamodule=data())
+    assert attention_of(module) == own
+    assert not module.model._forward_pre_hooks
+
+
+def test_what_keeps_documents_apart_in_evaluation_is_evaluated_whatever_it_does_in_training() -> None:
+    class InTraining(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise AssertionError("an evaluation asks for no training step")
+
+    module = InTraining()
+    undo = use_packed_attention(module)
+    trainer().test(module, datamodule=data(), verbose=False)
+    undo()
+    assert len(module.losses) > 0
+
+
 def test_a_model_that_is_not_told_where_documents_end_is_refused_and_left_as_it_was() -> None:
     module = Untold()
     own = attention_of(module)
@@ -116,7 +190,8 @@ def test_what_is_tested_later_may_have_packed_attention_already_or_need_none() -
     assert attention_of(module).startswith("memkit")
     undo()
     other = Plain()
-    trainer().test(other, datamodule=given, verbose=False)
+    with pytest.warns(NoEffectWarning, match="Plain could not be probed"):
+        trainer().test(other, datamodule=given, verbose=False)
     assert other.batches > 0
 
 
@@ -129,3 +204,9 @@ def test_whoever_asks_not_to_be_probed_is_left_alone() -> None:
     )
     trainer(max_steps=1).fit(module, datamodule=given)
     assert seen == [attention_of(module)]
+    given = PackedDataModule(
+        {"test": DOCUMENTS}, context=32, batch_size=4, documents=DocumentOptions(kept_apart=False)
+    )
+    trainer().test(module, datamodule=given, verbose=False)
+    batches: Any = given.test_dataloader()
+    assert len(module.losses) == len(batches)

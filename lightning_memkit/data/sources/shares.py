@@ -26,8 +26,8 @@ class DocumentOptions:
         seed: The seed of every random choice: limits, shares, shuffling.
         processes: Most processes that tokenise; null: one per core. One process does what takes about a
             second.
-        kept_apart: The first packed batch of a training shows whether documents in a row see each other. If they
-            do, transformers models get packed attention for the fit, and others an error; false allows it.
+        kept_apart: The first packed batch of a run shows whether documents in a row see each other. If they do,
+            transformers models get packed attention for the run, and others an error; false allows it.
     """
 
     text_field: str = "text"

@@ -1,10 +1,11 @@
-"""The Lightning adapter of `probe_contamination`: once, at the first batch whose rows hold several documents."""
+"""The Lightning adapter of `probe_contamination`: once a run, at the first batch whose rows hold several documents."""
 
 import warnings
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_memkit.attention.contamination import PROBED_ROWS, probe_contamination, probed_rows
@@ -12,18 +13,24 @@ from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
-from lightning_memkit.plugins.seams.logged import loggers_silent, logging_held
+from lightning_memkit.plugins.seams.logged import loggers_silent, logging_of_run_held
 from lightning_memkit.utilities.errors import NoEffectWarning
 
+_STEPS: dict[Any, str] = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
 _TRIED_BATCHES = 8  # then give up: with packing="none" no row ever holds two documents
 
 
 class ContaminationProbe(Callback):
-    """Stops training at the first batch if packed documents see each other; costs four forwards of two rows.
+    """Stops a run at its first batch if packed documents see each other; costs four forwards of two rows.
 
-    It runs the module's own `training_step` on the first packed batch, changes the tokens of some documents,
-    and checks that the results of the others stay the same. It is a trial: weights, random numbers, buffers,
-    metrics and logs are as without it.
+    It runs the module's own step on the first packed batch (`training_step`; in `Trainer.validate`, `test` and
+    `predict` theirs), changes the tokens of some documents, and checks that the results of the others stay the same.
+    It is a trial: weights, random numbers, buffers, metrics and logs are as without it.
 
     Raises:
         ContaminationError: at the first batch; it names the module in which documents see each other, and the remedy.
@@ -41,6 +48,60 @@ class ContaminationProbe(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Probe each fit anew."""
         self._batches_left = _TRIED_BATCHES
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Probe each evaluation anew that is a run of its own; one within a fit is probed by its training."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._batches_left = _TRIED_BATCHES
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Probe each test anew."""
+        self._batches_left = _TRIED_BATCHES
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Probe each prediction anew."""
+        self._batches_left = _TRIED_BATCHES
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Probe batches until one gives an answer, in a run of its own."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._evaluates(trainer, pl_module, batch)
+
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Probe batches until one gives an answer."""
+        self._evaluates(trainer, pl_module, batch)
+
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Probe batches until one gives an answer."""
+        self._evaluates(trainer, pl_module, batch)
+
+    def _evaluates(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        # Other loaders of an evaluation may have other batches.
+        if self._batches_left and isinstance(batch, PackedBatch):
+            self._batches_left -= 1
+            if self._probed(trainer, pl_module, batch):
+                self._batches_left = 0
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -88,14 +149,20 @@ def _why_not(pl_module: LightningModule, batch: Any) -> str | None:
 
 
 def _probe(trainer: Trainer, pl_module: LightningModule, part: PackedBatch) -> bool:
-    arguments = [0] if is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2) else []
-    strategy = trainer.strategy
+    strategy, evaluates = trainer.strategy, trainer.state.fn != TrainerFn.FITTING
+    name = _STEPS[trainer.state.fn]
+    step, places = getattr(pl_module, name), {"batch_idx": 2, "dataloader_idx": 3}
+    arguments = [
+        0 for what, least in places.items() if is_param_in_hook_signature(step, what, min_args=least)
+    ]
     if "batch_to_device" in vars(strategy):  # MemoryBudget leaves batches on the host
         part = type(strategy).batch_to_device(strategy, part, dataloader_idx=0)
-    with logging_held(trainer), loggers_silent(trainer):
+    run = getattr(strategy, name)
+    with logging_of_run_held(trainer), loggers_silent(trainer):
         return probe_contamination(
             pl_module,
             part,
-            lambda given: strategy.training_step(given, *arguments),
+            lambda given: run(given, *arguments),
             agree=partial(any_rank, LightningRun(trainer)),
+            evaluates=evaluates,
         )

@@ -1,4 +1,4 @@
-"""Packed attention for models of transformers, where the first batch of a fit shows that they need it."""
+"""Packed attention for models of transformers, where the first batch of a run shows that they need it."""
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,7 +14,7 @@ from lightning_memkit.utilities.patching import Undo
 class KeptApart(ContaminationProbe):
     """Probes the first packed batch, and gives models of transformers packed attention if documents see each other.
 
-    A model that keeps them apart by itself stays as it is. The change is undone when the fit ends, and made again
+    A model that keeps them apart by itself stays as it is. The change is undone when the run ends, and made again
     for evaluations with the same data module.
 
     Raises:
@@ -36,14 +36,17 @@ class KeptApart(ContaminationProbe):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Packed attention for an evaluation after the fit, too."""
+        super().on_validation_start(trainer, pl_module)
         self._for_evaluation(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As `on_validation_start`."""
+        super().on_test_start(trainer, pl_module)
         self._for_evaluation(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As `on_validation_start`."""
+        super().on_predict_start(trainer, pl_module)
         self._for_evaluation(trainer, pl_module)
 
     def end(self) -> None:
@@ -55,6 +58,8 @@ class KeptApart(ContaminationProbe):
     def _for_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.needed and self._undo is None and trainer.state.fn != TrainerFn.FITTING:
             self._undo = _switched(pl_module)
+            if self._undo is not None:
+                self._batches_left = 0  # a fit has probed it
 
     def _probed(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch) -> bool:
         try:
@@ -70,9 +75,10 @@ class KeptApart(ContaminationProbe):
             raise
         self.needed = True
         theirs = sorted({type(one).__name__ for one in outermost_models(pl_module)})
+        which = "fit" if trainer.state.fn == TrainerFn.FITTING else "evaluation"
         rank_zero_info(
-            f"PackedDataModule: {', '.join(theirs)} uses packed_attention in this fit, since documents of a row saw "
-            "each other; use_packed_attention(model) keeps it so afterwards, too."
+            f"PackedDataModule: {', '.join(theirs)} uses packed_attention in this {which}, since documents of a row "
+            "saw each other; use_packed_attention(model) keeps it so afterwards, too."
         )
         return answer
 

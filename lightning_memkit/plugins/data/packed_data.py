@@ -140,7 +140,7 @@ class PackedDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read, tokenise and pack once; log a summary."""
         if self.trainer is not None:
-            self._callbacks.put_into(self.trainer, probing=stage == "fit" and self.documents.kept_apart)
+            self._callbacks.put_into(self.trainer, probing=self.documents.kept_apart)
         if stage == "fit":
             self._train_loader = None  # belongs to an earlier fit, whose counts must not continue
         if self._splits and not isinstance(self.source, pl.LightningDataModule):
@@ -173,7 +173,6 @@ class PackedDataModule(pl.LightningDataModule):
             raise ValueError(
                 f"There are no documents to train on (found: {list(self._splits)}); give 'train' a source, too."
             )
-        self._refuse_ids()
         # overfit_batches needs the same batches in every epoch.
         overfit = bool(self.trainer and getattr(self.trainer, "overfit_batches", 0))
         loader = self._loader("train", shuffle=not overfit, drop_last=self.batches.drop_last)
@@ -225,14 +224,14 @@ class PackedDataModule(pl.LightningDataModule):
         arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in signature(type(self)).parameters)
         return f"{type(self).__name__}({arguments})"
 
-    def _refuse_ids(self) -> None:
-        rows = self._splits["train"]
+    def _refuse_ids(self, share: str) -> None:
+        rows, look = self._splits[share], self._callbacks.ids
         module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
-        look = self._callbacks.ids
-        look.bound, look.tokenizer = 0, self.tokenizer
+        look.tokenizer = self.tokenizer
         if module is not None and isinstance(rows, PackedRows):
-            look.bound = max(rows.store.vocabulary, self.pad_id + 1)
-            refuse_ids_beyond_embedding(module, look.bound, self.tokenizer)
+            bound = max(rows.store.vocabulary, self.pad_id + 1)
+            look.bound = max(look.bound, bound)
+            refuse_ids_beyond_embedding(module, bound, self.tokenizer)
 
     def _read_shares(self, stage: str | None) -> None:
         if isinstance(self.source, pl.LightningDataModule):
@@ -266,6 +265,7 @@ class PackedDataModule(pl.LightningDataModule):
         )
 
     def _loader(self, share: str, *, shuffle: bool = False, drop_last: bool = False) -> Loader:
+        self._refuse_ids(share)
         trainer = self.trainer
         ranks = (getattr(trainer, "distributed_sampler_kwargs", None) if trainer else None) or {}
         options = self._loader_options(shuffle=shuffle, drop_last=drop_last)

@@ -1,7 +1,7 @@
 """Collect, count and restore a loop's logged values; `tests/plugins/test_seam.py` checks private names."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,6 +15,14 @@ def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
     """Collect the calls of `self.log` instead of counting them; each entry has the keywords of one call."""
     with calls_held(trainer.fit_loop.epoch_loop._results) as held:
         yield held
+
+
+@contextmanager
+def logging_of_run_held(trainer: Trainer) -> Iterator[None]:
+    """Discard what is logged in the run at hand, of whatever kind it is; in a prediction nothing can be logged."""
+    results = trainer._results
+    with nullcontext() if results is None else calls_held(results):
+        yield
 
 
 @contextmanager
