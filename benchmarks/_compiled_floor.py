@@ -58,5 +58,9 @@ def recomputed(case: Case, policy: str) -> Recomputed:
         checkpoint_modules(model, policy)
         case.loss(model).backward()
     torch.compiler.reset()
+    if not asked:
+        raise RuntimeError(
+            f"torch chose nothing for {policy}: its partitioner asks another solver, or kept everything."
+        )
     whole, ours, least = (sum(one[place] for one in asked) for place in range(3))
     return Recomputed(ours=ours / whole, least=least / whole, functions=len(asked))

@@ -113,9 +113,11 @@ def probe_contamination(
 
 
 def probed_rows(batch: PackedBatch, count: int = PROBED_ROWS) -> PackedBatch | None:
-    """The consecutive rows that hold the most documents; None if no row has two."""
-    ends = batch["cu_seqlens"][1:].cpu().long()
-    counts = torch.bincount((ends - 1) // batch.length, minlength=batch.rows)
+    """The consecutive rows that hold the most documents; None if no row has two: padding follows all documents."""
+    begins = batch["cu_seqlens"][:-1].long()
+    if "position_ids" in batch:
+        begins = begins[batch.are_documents()]
+    counts = torch.bincount(begins.cpu() // batch.length, minlength=batch.rows)
     if int(counts.max()) < 2:
         return None
     taken = min(count, batch.rows)

@@ -27,7 +27,7 @@ class Fakes:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # it would keep operators' storages alive for good
+        self.mode.cache_enabled = False  # `results` is in its place
         self.results = KnownResults(self.mode)
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._storages: dict[int, tuple[Any, torch.UntypedStorage]] = {}

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable
 from importlib import import_module
 
-# Their classes import half a second of Python when a model is built, and nothing else happens by importing them.
+# Building a model imports hundreds of their modules, which do nothing but define what they hold.
 _LIBRARIES = ("transformers",)
 
 

@@ -1,4 +1,4 @@
-"""What operators return for fake tensors, known by their operands; torch's cache of that takes ten times as long."""
+"""What operators return for fake tensors, looked up by their operands."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,12 +81,17 @@ Found = dict[Key, _KnownOutcome | None]  # None for an operator that has to run 
 class KnownResults:
     """Runs operators on fake tensors; those whose operands look as others did return what these returned.
 
-    torch has such a cache for operands of any kind, which takes ten times as long and ends with the process. What does
-    not follow from shapes, strides, dtypes and plain arguments runs each time.
+    torch has such a cache for operands of any kind; finding an entry in it took most of a prediction's time, and
+    what it holds ends with the process. What does not follow from shapes, strides, dtypes and plain arguments runs
+    each time.
+
+    Args:
+        mode: the mode of the fake tensors.
 
     Attributes:
         key: of the operator that ran last, the same for all that look alike; None where it has none.
         misses: how many operators were not known.
+        found: what is known; it may be that of earlier simulations.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:

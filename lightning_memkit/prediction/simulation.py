@@ -38,7 +38,7 @@ class Simulation(AnatomyMeter):
 
     Real tensors that operators meet (the batch, constants) get a fake twin that lives as long as they do.
     Integers keep their values; see `KnownValues`. Forward, backward and the optimizer's step are recognised
-    from autograd's state. Costs about a tenth of a millisecond an operator, whatever the sizes. It changes
+    from autograd's state. Costs less than a tenth of a millisecond an operator, whatever the sizes. It changes
     its modules for good, so use it in a fork or on a copy; see `contained`.
 
     Args:

@@ -420,7 +420,18 @@ class Counter:
         return self.counted[0] / 100
 
 
+class Drawn:
+    """What it gives next comes from an iterator in a dictionary."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.held = {"numbers": iter(numbers)}
+
+    def random(self) -> float:
+        return next(self.held["numbers"]) / 100
+
+
 GENERATORS = {
+    "an iterator in a dictionary": lambda seed: Drawn(range(seed, 100)),
     "a bytearray": lambda seed: Counter(bytearray([seed])),
     "an array of Python's": lambda seed: Counter(array("d", [seed])),
     "Python's": random.Random,

@@ -129,16 +129,18 @@ def test_plain_optimizers_are_rolled_back_too():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_parameters_that_an_optimizer_holds_beside_its_own_are_restored(count):
+@pytest.mark.parametrize("named", [False, True], ids=["list", "dictionary"])
+def test_parameters_that_an_optimizer_holds_beside_its_own_are_restored(count, named):
     """A teacher's, say, which take gradients and are in no group."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer: Any = torch.optim.SGD([weight], lr=0.1)
-    optimizer.teacher = [torch.nn.Parameter(torch.full((4,), float(index))) for index in range(count)]
+    held = [torch.nn.Parameter(torch.full((4,), float(index))) for index in range(count)]
+    optimizer.teacher = dict(enumerate(held)) if named else list(held)
     snapshot = take_snapshot(optimizer)
     with torch.no_grad():
-        for index, parameter in enumerate(optimizer.teacher):
+        for index, parameter in enumerate(held):
             parameter.fill_(7.0 + index)
     restore_snapshot(optimizer, snapshot)
-    for index, parameter in enumerate(optimizer.teacher):
+    for index, parameter in enumerate(held):
         assert torch.equal(parameter, torch.full((4,), float(index)))
         assert parameter.requires_grad

@@ -17,6 +17,7 @@ from lightning_memkit import MemoryBudget, NoEffectWarning, packed_attention
 from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.plugins.callbacks import contamination
 from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe
 from tests.attention.test_transformers import model_of
 from tests.distributed.launch import two_ranks
@@ -193,6 +194,34 @@ def test_a_document_a_row_is_not_probed():
     fitted = trainer(ContaminationProbe(), max_steps=10)
     fitted.fit(model(leaking), Batches(documents=0))
     assert fitted.global_step == 10
+
+
+def test_so_many_batches_of_a_document_a_row_are_named(monkeypatch):
+    monkeypatch.setattr(contamination, "_TRIED_BATCHES", 3)
+    with pytest.warns(NoEffectWarning, match="no row of the first 3 batches holds two documents"):
+        trainer(ContaminationProbe(), max_steps=4).fit(model(leaking), Batches(documents=0))
+
+
+@pytest.mark.parametrize("attention", [None, leaking], ids=["apart", "leaking"])
+def test_of_several_loaders_each_step_gets_the_number_of_its_own(attention):
+    """The first loader's batches are not packed, and are left alone."""
+    seen: list[tuple[int, type]] = []
+
+    class Two(CausalLM):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            seen.append((dataloader_idx, type(batch)))
+            if dataloader_idx:
+                super().validation_step(batch, batch_idx)
+
+    module = model(**({} if attention is None else {"attention": attention}), kind=Two)
+    loaders: Any = [DataLoader(torch.zeros(4, 1), 2), Batches()]
+    run = trainer(ContaminationProbe(), limit_val_batches=2)
+    if attention is None:
+        run.validate(module, loaders, verbose=False)
+    else:
+        with pytest.raises(ContaminationError, match="see each other"):
+            run.validate(module, loaders, verbose=False)
+    assert {number: kind is PackedBatch for number, kind in seen} == {0: False, 1: True}
 
 
 def test_memory_for_one_row_is_enough():

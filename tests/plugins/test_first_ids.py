@@ -91,6 +91,17 @@ def test_so_it_is_in_an_evaluation_without_a_fit(what: str, source: Any, packing
     assert not hooks_of(module)
 
 
+def test_so_it_is_in_the_check_before_training() -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    data = PackedDataModule({"train": TEXTS, "validation": Stream()}, context=64, packing="stream")
+    module = Own(100)
+    with pytest.raises(ValueError, match=r"the embedding inner\.words has 100 rows"):
+        trainer.fit(module, datamodule=data)
+    assert not hooks_of(module)
+
+
 def test_so_it_is_where_documents_are_a_stream() -> None:
     module = Own(100)
     with pytest.raises(

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_memkit import NoEffectWarning, PackedDataModule, use_packed_attention
-from lightning_memkit.attention.contamination import ContaminationError
+from lightning_memkit.attention.contamination import ContaminationError, probe_contamination
 from lightning_memkit.data.sources.shares import DocumentOptions
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import trainer
@@ -138,6 +138,52 @@ def test_an_evaluation_without_a_fit_is_one_with_packed_attention(
     else:
         assert result == expected
         assert len(ours.losses) > 0
+
+
+LONE = [list(range(1, 21 if number % 2 else 29)) for number in range(40)]  # no two have room in a row of 32
+
+
+def test_a_row_of_one_document_and_padding_tells_nothing() -> None:
+    """What follows a document can't be seen by it: the first row of two documents decides."""
+    module = Language()
+    given = PackedDataModule({"test": LONE}, context=32, batch_size=4)
+    given.setup("test")
+    batches: Any = given.test_dataloader()
+    assert not any(probe_contamination(module, batch) for batch in batches)
+    mixed = PackedDataModule({"test": [*LONE, *DOCUMENTS[:4]]}, context=32, batch_size=1)
+    mixed.setup("test")
+    rows: Any = list(mixed.test_dataloader())
+    first = next(number for number, row in enumerate(rows) if row.documents > 1)
+    assert first > 1
+    trainer().test(module, datamodule=mixed, verbose=False)
+    undo = use_packed_attention(theirs := Language())
+    trainer().test(theirs, datamodule=mixed, verbose=False)
+    undo()
+    assert module.losses == theirs.losses
+
+
+def test_evaluations_in_turn_are_each_as_with_packed_attention_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given, module, other = data(), Language(), Untold()
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        for _ in range(2):
+            trainer().test(module, datamodule=given, verbose=False)
+    assert caplog.text.count(IN_EVALUATION) == 1
+    assert module.losses[: len(module.losses) // 2] == module.losses[len(module.losses) // 2 :]
+    with pytest.raises(ContaminationError):  # another module, that is told nothing
+        trainer().predict(other, datamodule=given)
+
+
+def test_a_module_that_steps_its_optimizer_itself_is_evaluated_like_any_other() -> None:
+    module, theirs = Language(), Language()
+    for one in (module, theirs):
+        one.automatic_optimization = False
+    undo = use_packed_attention(theirs)
+    for one in (module, theirs):
+        trainer().test(one, datamodule=data(), verbose=False)
+    undo()
+    assert module.losses == theirs.losses
 
 
 def test_an_evaluation_of_a_model_that_is_not_told_is_refused_before_its_first_batch() -> None:

@@ -41,12 +41,16 @@ class PackedBatch(dict[str, Any]):
     @property
     def documents(self) -> int:
         """Number of documents, or chunks of one; padding does not count."""
-        return int(self._is_document().sum())
+        return int(self.are_documents().sum())
 
     @property
     def real_tokens(self) -> int:
         """Tokens that are not padding."""
-        return int(self["cu_seqlens"].diff()[self._is_document()].sum())
+        return int(self["cu_seqlens"].diff()[self.are_documents()].sum())
+
+    def are_documents(self) -> Tensor:
+        """Which segments are documents and no padding, bool [segments]."""
+        return self["position_ids"].flatten()[self["cu_seqlens"][:-1].long()] == 0
 
     @property
     def efficiency(self) -> float:
@@ -134,10 +138,6 @@ class PackedBatch(dict[str, Any]):
         return PackedBatch(
             {key: function(value) if isinstance(value, Tensor) else value for key, value in self.items()}
         )
-
-    def _is_document(self) -> Tensor:
-        """Which segments are documents, bool [segments]."""
-        return self["position_ids"].flatten()[self["cu_seqlens"][:-1].long()] == 0
 
 
 def unstacked(whole: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ _STEPS: dict[Any, str] = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
-_TRIED_BATCHES = 8  # then give up: with packing="none" no row ever holds two documents
+_TRIED_BATCHES = 64  # that hold no row of two documents; with packing="none" none ever does
 
 
 class ContaminationProbe(Callback):
@@ -72,7 +72,7 @@ class ContaminationProbe(Callback):
     ) -> None:
         """Probe batches until one gives an answer, in a run of its own."""
         if trainer.state.fn != TrainerFn.FITTING:
-            self._evaluates(trainer, pl_module, batch)
+            self._evaluates(trainer, pl_module, batch, dataloader_idx)
 
     def on_test_batch_start(
         self,
@@ -83,7 +83,7 @@ class ContaminationProbe(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Probe batches until one gives an answer."""
-        self._evaluates(trainer, pl_module, batch)
+        self._evaluates(trainer, pl_module, batch, dataloader_idx)
 
     def on_predict_batch_start(
         self,
@@ -94,14 +94,12 @@ class ContaminationProbe(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Probe batches until one gives an answer."""
-        self._evaluates(trainer, pl_module, batch)
+        self._evaluates(trainer, pl_module, batch, dataloader_idx)
 
-    def _evaluates(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+    def _evaluates(self, trainer: Trainer, pl_module: LightningModule, batch: Any, loader: int) -> None:
         # Other loaders of an evaluation may have other batches.
         if self._batches_left and isinstance(batch, PackedBatch):
-            self._batches_left -= 1
-            if self._probed(trainer, pl_module, batch):
-                self._batches_left = 0
+            self._try(trainer, pl_module, batch, loader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -109,7 +107,6 @@ class ContaminationProbe(Callback):
         """Probe batches until one gives an answer."""
         if self._batches_left == 0:
             return
-        self._batches_left -= 1
         reason = _why_not(pl_module, batch)
         if reason is not None:
             self._batches_left = 0
@@ -119,14 +116,29 @@ class ContaminationProbe(Callback):
                 NoEffectWarning,
                 stacklevel=2,
             )
-        elif self._probed(trainer, pl_module, batch):
-            self._batches_left = 0
+        else:
+            self._try(trainer, pl_module, batch, 0)
 
-    def _probed(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch) -> bool:
+    def _try(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch, loader: int) -> None:
+        """Probe a batch if it has a row of two documents, on any rank."""
+        if any_rank(LightningRun(trainer), probed_rows(batch) is not None):
+            self._batches_left = 0
+            self._probe(trainer, pl_module, batch, loader)
+            return
+        self._batches_left -= 1
+        if self._batches_left == 0:
+            warnings.warn(
+                f"ContaminationProbe has no effect: no row of the first {_TRIED_BATCHES} batches holds two documents.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+
+    def _probe(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch, loader: int) -> None:
         for rows in range(PROBED_ROWS, 0, -1):
             part = probed_rows(batch, rows) or batch.split([batch.rows])[0]
             try:
-                return _probe(trainer, pl_module, part)
+                _probe_rows(trainer, pl_module, part, loader)
+                return
             except Exception as error:
                 # With several ranks, don't retry: the others would wait in collectives for this rank's
                 # forward. What fails here would fail in training, too.
@@ -137,7 +149,6 @@ class ContaminationProbe(Callback):
             NoEffectWarning,
             stacklevel=3,
         )
-        return True
 
 
 def _why_not(pl_module: LightningModule, batch: Any) -> str | None:
@@ -148,21 +159,30 @@ def _why_not(pl_module: LightningModule, batch: Any) -> str | None:
     return None
 
 
-def _probe(trainer: Trainer, pl_module: LightningModule, part: PackedBatch) -> bool:
+def _probe_rows(trainer: Trainer, pl_module: LightningModule, part: PackedBatch, loader: int) -> None:
     strategy, evaluates = trainer.strategy, trainer.state.fn != TrainerFn.FITTING
     name = _STEPS[trainer.state.fn]
-    step, places = getattr(pl_module, name), {"batch_idx": 2, "dataloader_idx": 3}
-    arguments = [
-        0 for what, least in places.items() if is_param_in_hook_signature(step, what, min_args=least)
-    ]
+    # As Lightning does: the number of the loader only where there are several.
+    takes_number = is_param_in_hook_signature(getattr(pl_module, name), "batch_idx", min_args=2)
+    arguments = [*([0] if takes_number else []), *([loader] if _has_loaders(trainer) else [])]
     if "batch_to_device" in vars(strategy):  # MemoryBudget leaves batches on the host
         part = type(strategy).batch_to_device(strategy, part, dataloader_idx=0)
     run = getattr(strategy, name)
     with logging_of_run_held(trainer), loggers_silent(trainer):
-        return probe_contamination(
+        probe_contamination(
             pl_module,
             part,
             lambda given: run(given, *arguments),
             agree=partial(any_rank, LightningRun(trainer)),
             evaluates=evaluates,
         )
+
+
+def _has_loaders(trainer: Trainer) -> bool:
+    """Whether an evaluation has several loaders."""
+    batches: dict[Any, Any] = {
+        TrainerFn.VALIDATING: trainer.num_val_batches,
+        TrainerFn.TESTING: trainer.num_test_batches,
+        TrainerFn.PREDICTING: trainer.num_predict_batches,
+    }
+    return len(batches.get(trainer.state.fn, ())) > 1

@@ -3,7 +3,6 @@
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memkit.data.sources.vocabulary import watch_embeddings
 from lightning_memkit.utilities.patching import Undo
@@ -28,9 +27,8 @@ class FirstIds(Callback):
         self._begin(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, unless a training step has shown the module such documents."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._begin(pl_module)
+        """Begin; the check before training is the first to show the module any documents."""
+        self._begin(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin."""

@@ -14,8 +14,7 @@ from lightning_memkit.utilities.patching import Undo
 class KeptApart(ContaminationProbe):
     """Probes the first packed batch, and gives models of transformers packed attention if documents see each other.
 
-    A model that keeps them apart by itself stays as it is. The change is undone when the run ends, and made again
-    for evaluations with the same data module.
+    A model that keeps them apart by itself stays as it is. The change is undone when the run ends.
 
     Raises:
         ContaminationError: documents see each other all the same, or the model's attention can't be replaced.
@@ -23,7 +22,7 @@ class KeptApart(ContaminationProbe):
 
     def __init__(self) -> None:
         super().__init__()
-        self.needed = False
+        self._has_said = False
         self._undo: Undo | None = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -34,53 +33,33 @@ class KeptApart(ContaminationProbe):
         """The same, after an error."""
         self.end()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Packed attention for an evaluation after the fit, too."""
-        super().on_validation_start(trainer, pl_module)
-        self._for_evaluation(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `on_validation_start`."""
-        super().on_test_start(trainer, pl_module)
-        self._for_evaluation(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `on_validation_start`."""
-        super().on_predict_start(trainer, pl_module)
-        self._for_evaluation(trainer, pl_module)
-
     def end(self) -> None:
         """Give the models their own attention again."""
         if self._undo is not None:
             self._undo()
             self._undo = None
 
-    def _for_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.needed and self._undo is None and trainer.state.fn != TrainerFn.FITTING:
-            self._undo = _switched(pl_module)
-            if self._undo is not None:
-                self._batches_left = 0  # a fit has probed it
-
-    def _probed(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch) -> bool:
+    def _probe(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch, loader: int) -> None:
         try:
-            return super()._probed(trainer, pl_module, batch)
+            super()._probe(trainer, pl_module, batch, loader)
+            return
         except ContaminationError:
             self._undo = _switched(pl_module)
             if self._undo is None:
                 raise
         try:
-            answer = super()._probed(trainer, pl_module, batch)
+            super()._probe(trainer, pl_module, batch, loader)
         except BaseException:
             self.end()
             raise
-        self.needed = True
-        theirs = sorted({type(one).__name__ for one in outermost_models(pl_module)})
-        which = "fit" if trainer.state.fn == TrainerFn.FITTING else "evaluation"
-        rank_zero_info(
-            f"PackedDataModule: {', '.join(theirs)} uses packed_attention in this {which}, since documents of a row "
-            "saw each other; use_packed_attention(model) keeps it so afterwards, too."
-        )
-        return answer
+        if not self._has_said:
+            self._has_said = True
+            theirs = sorted({type(one).__name__ for one in outermost_models(pl_module)})
+            which = "fit" if trainer.state.fn == TrainerFn.FITTING else "evaluation"
+            rank_zero_info(
+                f"PackedDataModule: {', '.join(theirs)} uses packed_attention in this {which}, since documents of a "
+                "row saw each other; use_packed_attention(model) keeps it so afterwards, too."
+            )
 
 
 def _switched(module: LightningModule) -> Undo | None:

@@ -17,12 +17,11 @@ class OwnCallbacks:
         self.log, self.ids, self.probe = PackingLog(), FirstIds(), KeptApart()
 
     def put_into(self, trainer: pl.Trainer, *, probing: bool) -> None:
-        """Add the callbacks that the trainer lacks; the probe if wanted or needed, and the user added none."""
+        """Add the callbacks that the trainer lacks; the probe if wanted, and the user added none."""
         callbacks = _callbacks(trainer)
         if self.log not in callbacks:
             # Before ModelCheckpoint: the log tells a stream which batch is in use, which checkpoints save.
             callbacks[:0] = [self.log, self.ids]
-        probing = probing or self.probe.needed
         if probing and not any(says(callback, "probes_contamination") for callback in callbacks):
             callbacks.append(self.probe)
 

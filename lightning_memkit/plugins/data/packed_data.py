@@ -37,9 +37,8 @@ class PackedDataModule(pl.LightningDataModule):
 
     The batch is the *effective* one of a step and rank; ``MemoryBudget`` splits it into micro-batches that
     fit. Training rows come in a new order every epoch, and a resume continues exactly where the run stopped.
-    The fullness of rows, documents, tokens and truncations are logged as ``packing/...``. Training stops at
-    the first batch if the model lets documents of a row see each other, and a transformers model is given packed
-    attention for the fit; this check costs four forwards of two rows.
+    The fullness of rows, documents, tokens and truncations are logged as ``packing/...``. If documents of a row see
+    each other, a transformers model is given packed attention for the run, and another model's run stops.
 
     Args:
         source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,
@@ -140,7 +139,8 @@ class PackedDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read, tokenise and pack once; log a summary."""
         if self.trainer is not None:
-            self._callbacks.put_into(self.trainer, probing=self.documents.kept_apart)
+            probing = self.documents.kept_apart and self.packing != "none"
+            self._callbacks.put_into(self.trainer, probing=probing)
         if stage == "fit":
             self._train_loader = None  # belongs to an earlier fit, whose counts must not continue
         if self._splits and not isinstance(self.source, pl.LightningDataModule):

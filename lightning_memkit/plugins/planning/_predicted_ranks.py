@@ -8,6 +8,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
 from lightning_memkit.distributed.sharding import Sharding
+from lightning_memkit.planning.choices import listed
 from lightning_memkit.plugins.planning._sharded_prediction import OneOfMany
 from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy
 from lightning_memkit.plugins.strategies.zero1 import ZeRO1Strategy
@@ -71,9 +72,7 @@ def _number(name: str, value: Any) -> int:
 
 
 def _plugins(options: Mapping[str, Any]) -> list[Any]:
-    given = options.get("plugins") or []
-    plugins = list(given) if isinstance(given, (list, tuple)) else [given]
-    return [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
+    return [plugin for plugin in listed(options.get("plugins")) if not isinstance(plugin, ClusterEnvironment)]
 
 
 def _strategy(strategy: Any, ranks: int) -> Strategy:
