@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from examples.pretrain_causal_lm.model import CausalLM
 from lightning_memkit import MemoryBudget, NoEffectWarning, packed_attention
@@ -214,7 +214,7 @@ def test_of_several_loaders_each_step_gets_the_number_of_its_own(attention):
                 super().validation_step(batch, batch_idx)
 
     module = model(**({} if attention is None else {"attention": attention}), kind=Two)
-    loaders: Any = [DataLoader(torch.zeros(4, 1), 2), Batches()]
+    loaders: Any = [DataLoader(TensorDataset(torch.zeros(4, 1)), 2), Batches()]
     run = trainer(ContaminationProbe(), limit_val_batches=2)
     if attention is None:
         run.validate(module, loaders, verbose=False)
