@@ -6,6 +6,8 @@ Every public name is loaded on first use: importing the package loads neither Li
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_memkit.utilities.garbage import without_collecting
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -93,7 +95,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}."
         )
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    with without_collecting():
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_memkit.utilities.garbage import without_collecting
+
 COMMANDS = {
     "fit": "Train the model of a config.",
     "validate": "One evaluation epoch over the validation set.",
@@ -105,21 +107,24 @@ def _run(words: list[str]) -> int:
 
 
 def _fit() -> int:
-    from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
+    with without_collecting():
+        from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
 
     MemkitCLI()
     return 0
 
 
 def _fit_as_planned(words: list[str]) -> int:
-    from lightning_memkit.plugins.cli.planned_fit import planned_words
+    with without_collecting():
+        from lightning_memkit.plugins.cli.planned_fit import planned_words
 
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
         return _run(planned_words(words, Path(folder)))
 
 
 def _plan(words: list[str]) -> int:
-    from lightning_memkit.plugins.cli.plan_command import run
+    with without_collecting():
+        from lightning_memkit.plugins.cli.plan_command import run
 
     return run(words)
 

@@ -24,6 +24,9 @@ CATEGORIES = {
 }
 
 
+_LASTING = ("weights", "optimizer_states", "compensation")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
     """The peak of one metered step, by category.
@@ -114,6 +117,12 @@ def anatomy_at(records: list[Allocation], tick: int, *, fixed_bytes: int = 0, op
         fixed_bytes=fixed_bytes,
         operators=operators,
     )
+
+
+def lasting_bytes(records: Iterable[Allocation]) -> dict[str, int]:
+    """Bytes by category of what outlives a step: weights, optimizer states and compensation that are still alive."""
+    found = _bytes_by_category(record for record in records if record.died is None)
+    return {category: found[category] for category in _LASTING}
 
 
 def _bytes_by_category(records: Iterable[Allocation]) -> dict[str, int]:

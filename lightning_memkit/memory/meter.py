@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,19 @@ class ByteMeter(TorchDispatchMode):
         out = self._call(func, args, kwargs)
         self.operators += 1
         before, self._sum_began, self._maker = self.live_bytes, self.clock, func
+        with torch._C.DisableTorchFunction():  # a mode would see each look at a tensor
+            self._count_results(func, out, args, kwargs)
+        self._maker = None
+        if _adds_up_gradients(func):
+            self._sum_is_open = True
+            return out
+        if self.live_bytes > self.peak_bytes:
+            self._note_peak(str(func))
+        if before < self.live_bytes:
+            self._refuse_over_budget(str(func))
+        return out
+
+    def _count_results(self, func: Any, out: Any, args: Any, kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in(out):
             for storage in storages_of(tensor):
                 known = self._alive.get(storage._cdata)
@@ -176,15 +189,6 @@ class ByteMeter(TorchDispatchMode):
                 elif known[1].size_bytes != storage.nbytes():
                     self._release(storage._cdata, known[1])
                     self._add(storage, known[1].category)
-        self._maker = None
-        if _adds_up_gradients(func):
-            self._sum_is_open = True
-            return out
-        if self.live_bytes > self.peak_bytes:
-            self._note_peak(str(func))
-        if before < self.live_bytes:
-            self._refuse_over_budget(str(func))
-        return out
 
     def _settle_sum(self) -> bool:
         """Record the peak after a sum of autograd's own, once its summand is freed; True if there was one."""
@@ -251,13 +255,19 @@ def unmetered() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def tensors_in(out: Any) -> Iterator[Tensor]:
+def tensors_in(out: Any) -> Sequence[Tensor]:
     """The tensors of a value that an operator takes or returns: itself, or in lists and tuples."""
     if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (tuple, list)):
-        for item in out:
-            yield from tensors_in(item)
+        return (out,)
+    if not isinstance(out, (tuple, list)):
+        return ()
+    found: list[Tensor] = []
+    for item in out:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            found += tensors_in(item)
+    return found
 
 
 def _adds_up_gradients(func: Any) -> bool:
@@ -279,21 +289,10 @@ def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: dict[str, Any]) 
     return any(storage._cdata == own._cdata for tensor in inputs for own in storages_of(tensor))
 
 
-def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
     """The storages behind a tensor; for a wrapper subclass (DTensor) those of its inner tensors."""
     if is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, Tensor):  # a DTensor also lists its mesh
-                yield from storages_of(part)
-        return
-    if tensor.layout is not torch.strided:
-        return
-    yield tensor.untyped_storage()
-
-
-def storage_is_freed(tensor: Tensor) -> bool:
-    """Whether a live tensor's memory was freed, as FSDP does; reading it would crash the process."""
-    if tensor.layout is not torch.strided or is_wrapper(tensor):
-        return False
-    return bool(not tensor.untyped_storage().nbytes() and tensor.numel() and tensor.device.type != "meta")
+        parts = (getattr(tensor, name) for name in names)  # a DTensor also lists its mesh
+        return [storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part)]
+    return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()

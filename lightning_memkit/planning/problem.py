@@ -14,6 +14,7 @@ from lightning_memkit.prediction.result import Prediction
 Rejection = Literal["too large", "not needed", "impossible"]
 
 _NAMED = 4  # categories in a reason
+_ROOMY = 4  # times what weights and gradients take
 
 
 class UnavailableError(ValueError):
@@ -156,6 +157,10 @@ class Problem:
     def sizes_of(self, family: Family) -> Sequence[int]:
         """A family's micro-batch sizes; released gradients can't be accumulated and need the whole batch."""
         return (self.rows,) if family.is_released else self.sizes
+
+    def is_roomy(self, family: Family) -> bool:
+        """Whether the whole batch probably fits: weights and gradients take little of what may be taken."""
+        return not self.is_whole and 0 < self.floor(family) * _ROOMY <= self.usable_bytes
 
     def parts(self, size: int) -> int:
         """How many micro-batches of this size make the batch."""

@@ -7,16 +7,17 @@ from typing import Any
 
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
-from lightning_memkit.planning.choices import Choice, Family, is_lighter, refusal
+from lightning_memkit.planning.choices import ACTIVATIONS, Choice, Family, is_lighter, refusal
 from lightning_memkit.planning.long_rows import long_rows
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
-from lightning_memkit.planning.sizes import best_size, confirmed
+from lightning_memkit.planning.sizes import best_size, confirmed, smallest
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.utilities.progress import ProgressBar
 
 # Within a group with equal choices in these columns, the last family uses the least memory.
 _APART = ("precision", "ranks", "offload", "gradients", "states")
 _BUT_OFFLOAD = ("precision", "ranks", "gradients", "states")
+_KEEPS_STATES = ("", ACTIVATIONS)  # offload choices
 _LITTLE = 0.05  # fraction of a step's time that counts as a tie
 
 
@@ -47,14 +48,22 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
     missing, found = dict[str, str](), list[Row]()
     groups = [list(group) for _, group in groupby(possible, key=lambda one: _names(one, _APART))]
     too_much: dict[tuple[str, ...], str] = {}  # per kind, the leanest offload choice already known not to fit
+    lasting: dict[tuple[str, ...], Mapping[str, int]] = {}  # per kind, what stays on the device
     for group in groups:
         kind, left = _names(group[0], _BUT_OFFLOAD), _without(group, missing)
+        if kind in lasting and group[0]["offload"].name in _KEEPS_STATES:
+            reason = _more_than_lasts(group[0], lasting[kind], problem)
+            if reason:
+                rows += [_too_large(family, reason) for family in left]
+                continue
         if too_much.get(kind, group[0]["offload"].name) != group[0]["offload"].name:
             reason = f"more than with {too_much[kind]}, which does not fit"
             rows += [_too_large(family, reason) for family in left]
             continue
         own = _of_one_group(left, problem, missing, found)
         rows += own
+        if group[0]["offload"].name in _KEEPS_STATES:
+            lasting.update((kind, row.prediction.lasting) for row in own if row.prediction is not None)
         most = [other for other in groups if _names(other[0], _BUT_OFFLOAD) == kind][-1]
         if most is group or kind in too_much or not any(row.prediction for row in own):
             continue
@@ -119,7 +128,7 @@ def _of_one_group(
         if not left:
             return rows
         try:
-            least = problem.row(left[-1], problem.sizes_of(left[-1])[0])
+            least = smallest(left[-1], problem)
         except UnavailableError as error:
             missing[error.column] = error.reason
         if least is not None and least.failed is not None:
@@ -145,6 +154,17 @@ def _more_than_others(least: Row, problem: Problem, found: Sequence[Row]) -> str
             if row.fits and row.taken_bytes <= least.taken_bytes and is_lighter(row.family, least.family):
                 return f"more than {row.words}"
     return ""
+
+
+def _more_than_lasts(family: Family, lasting: Mapping[str, int], problem: Problem) -> str:
+    """Why no activations are few enough, if what stays on the device is too much by itself; else empty."""
+    least, what = sum(lasting.values()), "weights and optimizer states"
+    if not family.is_released:
+        least += problem.floor(family) - lasting.get("weights", 0)
+        what = "weights, gradients and optimizer states"
+    if least * min(1.0, problem.residual) <= problem.usable_bytes:
+        return ""
+    return f"{what} alone take {format_bytes(least)}"
 
 
 def _too_large(family: Family, reason: str) -> Row:

@@ -30,6 +30,8 @@ def best_size(family: Family, problem: Problem) -> Row:
 
     if problem.goal == "memory" or not smaller:
         return row(sizes[0])
+    if problem.is_roomy(family) and row(whole).fits:
+        return row(whole)
     if not row(sizes[0]).fits:
         return row(sizes[0])
     # Weights and gradients take the same for any number of rows; all else grows in proportion to them at the most.
@@ -49,6 +51,16 @@ def best_size(family: Family, problem: Problem) -> Row:
         return row(whole)
     size = max((size for size in smaller if taken(size) <= problem.usable_bytes), default=sizes[0])
     return _estimated([row(size) for size in few], size, taken(size), problem)
+
+
+def smallest(family: Family, problem: Problem) -> Row:
+    """What fits if anything of a family does: its smallest size; where there is room, all at once, which may do."""
+    sizes = problem.sizes_of(family)
+    if problem.goal != "memory" and problem.is_roomy(family):
+        whole = problem.row(family, sizes[-1])
+        if whole.fits:
+            return whole
+    return problem.row(family, sizes[0])
 
 
 def _largest_chunk(family: Family, problem: Problem) -> Row:

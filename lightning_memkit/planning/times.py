@@ -3,6 +3,7 @@
 An accelerator computes while its host launches more work, so a step takes as long as the slower of the two.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -56,7 +57,9 @@ def step_seconds(work: Work, times: Times) -> float:
 
 
 def _sum(operators: Mapping[OperatorWork, float], seconds: Callable[[OperatorWork], float]) -> float:
-    return sum(count * seconds(operator) for operator, count in operators.items())
+    return math.fsum(
+        count * seconds(operator) for operator, count in operators.items()
+    )  # whatever their order
 
 
 def reduced(gradient_bytes: int) -> OperatorWork:

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _MOST = 20_000  # entries of one kind of simulation, some hundred bytes each; beyond these it starts anew
 _kept: dict[Hashable, Found] = {}
+_sent: list[tuple[bytes, list[str]]] = []  # by forks, and not read yet: the last one's may never be needed
 
 
 def results_of(simulation: Hashable) -> Found:
@@ -34,7 +35,8 @@ def contained_simulation(work: Callable[[], T], *, timeout_s: float = 600) -> T:
     """Return `work`'s result from a fork (see `contained`), and keep its fake results for the forks that follow.
 
     Finding what fake operators return takes much of a simulation's time; the next one of the same shapes saves it. So
-    does what building a model imports: modules of transformers that the fork has imported are imported here, too.
+    does what building a model imports: before the next fork, modules of transformers that this one has imported are
+    imported here, too.
 
     Args:
         work: simulates steps, and returns something that can be pickled.
@@ -55,13 +57,21 @@ def contained_simulation(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         )
         return result, found, imported_since(modules)
 
-    result, sent, names = contained(noted, timeout_s=timeout_s)
-    import_all(names)
-    for simulation, entries in _OperatorsFound(io.BytesIO(sent)).load().items():
-        kept = _kept.setdefault(simulation, {})
-        kept.update(entries)
-        _bound(kept)
+    _read()
+    result, found, names = contained(noted, timeout_s=timeout_s)
+    _sent.append((found, names))
     return result
+
+
+def _read() -> None:
+    """Take over what forks have found and imported."""
+    while _sent:
+        found, names = _sent.pop()
+        import_all(names)
+        for simulation, entries in _OperatorsFound(io.BytesIO(found)).load().items():
+            kept = _kept.setdefault(simulation, {})
+            kept.update(entries)
+            _bound(kept)
 
 
 def _bound(found: Found) -> None:

@@ -8,7 +8,7 @@ everything.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,22 +91,26 @@ class KnownValues:
             return self._call(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        knows = traits.follows
-        if knows and not traits.of_shape_alone:
-            knows = all(self._is_known(tensor) for tensor in tensors_in([*args, *kwargs.values()]))
+        with torch._C.DisableTorchFunction():  # a mode would see each look at a tensor
+            knows = traits.follows and (traits.of_shape_alone or self._are_known(args, kwargs))
         if func is _aten.equal.default:
             return self._really(func, args, kwargs) if knows else True
         if traits.has_open_shape and _takes_shape_from_values(func, args):
             return self._of_unknown_size(func, args, kwargs)
         out = SHAPES[func](*args, **kwargs) if func in SHAPES else self._call(func, args, kwargs)
-        made = list(tensors_in(out))
+        made = tensors_in(out)
         if knows and made and all(_may_follow(tensor) for tensor in made):
             self._follow(func, args, kwargs, made)
             return out
-        for tensor in traits.written_to(args, kwargs):
-            self._values.pop(tensor.untyped_storage()._cdata, None)
-        self._assume(func, args, kwargs, made)
+        with torch._C.DisableTorchFunction():
+            for tensor in traits.written_to(args, kwargs):
+                self._values.pop(tensor.untyped_storage()._cdata, None)
+            self._assume(func, args, kwargs, made)
         return out
+
+    def _are_known(self, args: Any, kwargs: Any) -> bool:
+        given = (args, *kwargs.values()) if kwargs else args
+        return all(self._is_known(tensor) for tensor in tensors_in(given))
 
     def _is_known(self, tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and self._known_bytes(tensor.untyped_storage()) is not None
@@ -130,7 +134,7 @@ class KnownValues:
         with unmetered():
             return torch.empty((), dtype=fake.dtype).expand(fake.shape)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         """Also run the operator on real tensors; a write changes the known values of all views."""
         real = self._really(func, args, kwargs)
         for fake, value in zip(made, tensors_in(real), strict=True):
@@ -192,7 +196,7 @@ class KnownValues:
                 return torch.ones(fake.shape, dtype=torch.bool)
             return torch.arange(fake.numel()).reshape(fake.shape).to(fake.dtype)
 
-    def _assume(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+    def _assume(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         """Give results of unknown value the value that a healthy step would have."""
         packet = func.overloadpacket
         for place_, fake in enumerate(made):

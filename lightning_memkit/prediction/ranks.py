@@ -61,6 +61,7 @@ class RankSimulation(Simulation):
             stack.enter_context(_objects_stay_here())
             stack.enter_context(_meshes_of_integers(self))
             stack.enter_context(_largest_share_first())
+            stack.enter_context(_first_shard_alone())
             stack.enter_context(_resizes_noted(self))
             stack.enter_context(_fsdp_buffers_named(self))
             if self._device is not None:
@@ -90,9 +91,10 @@ class RankSimulation(Simulation):
         return replace(super().result(), ranks=self.ranks)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor dispatches first; its operators on local shards are counted
-        return self._count(func, args, kwargs or {})
+        for kind in types:
+            if kind is not FakeTensor and issubclass(kind, DTensor):
+                return NotImplemented  # DTensor dispatches first; its operators on local shards are counted
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # FSDP2 also sets its streams on the CPU, where they have no effect.
@@ -274,6 +276,19 @@ def _largest_share_first() -> Iterator[None]:
         return shares
 
     with replaced(zero, _partition_parameters=partition):
+        yield
+
+
+@contextmanager
+def _first_shard_alone() -> Iterator[None]:
+    """Let FSDP2 cut the shard of rank 0 alone out of each weight: the others' are views that nothing looks at."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as sharded
+
+    def first(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+        size = tensor.shape[dim]
+        return [tensor.narrow(dim, 0, min(size, -(-size // num_chunks)))] * num_chunks
+
+    with replaced(sharded, _chunk_with_empty=first):
         yield
 
 

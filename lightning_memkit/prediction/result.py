@@ -33,6 +33,7 @@ class Prediction:
         host_bytes: the most host memory that offloads take; pinned by default, and then in powers of two, as
             torch's allocator of pinned memory gives it.
         offloaded_bytes: the most bytes of offloaded tensors themselves, without rounding.
+        lasting: bytes of weights, optimizer states and compensation on the device after the last step.
         timeline: bytes alive at each operator of the steps, including its workspace.
         work: what the operators of a micro-batch and of an optimizer step compute and move.
     """
@@ -51,6 +52,7 @@ class Prediction:
     expandable_bytes: int = 0
     host_bytes: int = 0
     offloaded_bytes: int = 0
+    lasting: dict[str, int] = field(default_factory=dict, repr=False)
     timeline: tuple[int, ...] = field(default=(), repr=False)
     work: Work = field(default_factory=Work, repr=False)
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
-from lightning_memkit.memory.anatomy import AnatomyMeter
+from lightning_memkit.memory.anatomy import AnatomyMeter, lasting_bytes
 from lightning_memkit.memory.meter import Allocation, Category, Phase, tensors_in
 from lightning_memkit.memory.owners import Owners
 from lightning_memkit.optim.modes import LOW_STATES
@@ -30,6 +30,7 @@ from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
 from lightning_memkit.prediction.workspaces import MATRIX_PRODUCTS, Workspaces
 
+_DEVICE_OF = torch.ops.prim.device.default
 _SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
@@ -146,11 +147,8 @@ class Simulation(AnatomyMeter):
     def result(self) -> Prediction:
         """The prediction from what was counted."""
         device = self._device
-        anatomy = self.dissect(
-            gradients=(),
-            optimizer_states=(),
-            fixed_bytes=0 if device is None else device.context_bytes,
-        )
+        context_bytes = 0 if device is None else device.context_bytes
+        anatomy = self.dissect(gradients=(), optimizer_states=(), fixed_bytes=context_bytes)
         at_peak = [record for record in self.records if record.alive_at(self.peak_tick)]
         saved, held = Counter[str](), Counter[str]()
         for record in at_peak:
@@ -167,6 +165,7 @@ class Simulation(AnatomyMeter):
             modules=dict(held.most_common()),
             saved=dict(saved.most_common()),
             assumed=dict(self.values.assumed),
+            lasting=lasting_bytes(self.records),
             timeline=tuple(self.timeline),
             work=self.work.work(self._parts),
             device="cpu" if device is None else device.name,
@@ -178,9 +177,17 @@ class Simulation(AnatomyMeter):
             expandable_bytes=0 if device is None else replay(allocations, expandable=True).reserved_bytes,
         )
 
-    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.prim.device.default:  # the query of a fake tensor's device
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap what follows, at a tenth of a prediction's time. Nothing compiles meanwhile."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:  # of a fake tensor; autograd asks more often than operators run
             return args[0].fake_device
+        return self._count(func, args, kwargs or {})
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._sum_is_open:
             self._reach(self.live_bytes)
         if func.namespace != "profiler":  # profiler marks around an optimizer's step would end its phase
@@ -195,8 +202,8 @@ class Simulation(AnatomyMeter):
             self._pass_through(workspace, str(func))
         if not self._sum_is_open:  # otherwise autograd frees a summand before anything else happens
             self._reach(self.live_bytes + workspace)
-        key = self.fakes.results.key
-        self.work.note(func, args, kwargs, out, key=key, of_optimizer=self.phase == "optimizer")
+        is_step, key = self.phase == "optimizer", self.fakes.results.key
+        self.work.note(func, args, kwargs, out, key=key, of_optimizer=is_step)
         return out
 
     def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:
@@ -265,7 +272,7 @@ class Simulation(AnatomyMeter):
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.fakes.results.key = None  # not every operator comes there
-        if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
+        if not all(type(tensor) is FakeTensor for tensor in tensors_in((args, *kwargs.values()))):
             args, kwargs = tree_map_only(Tensor, self.twin, (tuple(args), kwargs))
         if func.overloadpacket is torch.ops.aten.set_:
             twins = self.fakes.twin_storage  # a tensor may be rebuilt from a storage of the real batch

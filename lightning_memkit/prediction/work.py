@@ -18,7 +18,6 @@ _MOVE_NOTHING = {
     _aten.resize_, _aten.detach_, _aten.lift_fresh,
 }  # fmt: skip
 COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces
-_NO_SHAPES = ((), ())
 RECORDED, MADE_AGAIN = (
     "memkit.recorded",
     "memkit.made_again",
@@ -83,6 +82,15 @@ class Work:
         return sum(operator.flops * count for operator, count in self.part.items())
 
 
+@dataclass(slots=True)
+class _TimesRun:
+    """How often an operator has run for micro-batches, and in the optimizer's step; None makes no work."""
+
+    operator: OperatorWork | None
+    part: float = 0
+    step: float = 0
+
+
 class WorkLog:
     """Records the operators that run; costs some microseconds an operator.
 
@@ -92,48 +100,56 @@ class WorkLog:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self._known: dict[Any, OperatorWork | None] = {}
-        self._counts: dict[bool, Counter[OperatorWork]] = {False: Counter(), True: Counter()}
+        # By what looks alike: hashing the work itself would take longer.
+        self._known: dict[Any, _TimesRun] = {}
 
     def note(
         self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, key: Any, of_optimizer: bool
     ) -> None:
         """Record an operator that has run on fake tensors; `key` is the same for all that look alike, or None."""
-        shapes = _NO_SHAPES
         try:
-            if key is None:
+            times = None if key is None else self._known.get(key)
+            if times is None:
                 shapes = _shapes(args), _shapes(kwargs)
-                key = (func, *shapes)
-            known = key in self._known
+                key = (func, *shapes) if key is None else key
+                times = self._known.get(key)
+                if times is None:
+                    times = self._known[key] = _TimesRun(_operator(func, args, kwargs, out, shapes))
         except TypeError:  # an argument is not hashable
             return
-        if not known:
-            if shapes is _NO_SHAPES:
-                shapes = _shapes(args), _shapes(kwargs)
-            self._known[key] = _operator(func, args, kwargs, out, shapes)
-        operator = self._known[key]
-        if operator is not None:
-            self._counts[of_optimizer][operator] += self.weight  # pyright: ignore[reportArgumentType]
+        if of_optimizer:
+            times.step += self.weight
+        else:
+            times.part += self.weight
 
     def note_kernel(self, name: str, moved_bytes: int) -> None:
         """Record that one of memkit's own kernels would have run in the optimizer's step."""
         operator = OperatorWork(name, (), (), 0, moved_bytes, is_16_bit=True)
-        self._counts[True][operator] += 1
+        self._known.setdefault(operator, _TimesRun(operator)).step += 1
 
     def note_python(self, name: str) -> None:
         """Record Python's overhead for an operator of a micro-batch: `RECORDED` or `MADE_AGAIN`."""
-        self._counts[False][OperatorWork(name, (), (), 0, 0, is_16_bit=False)] += 1
+        times = self._known.get(name)
+        if times is None:
+            operator = OperatorWork(name, (), (), 0, 0, is_16_bit=False)
+            times = self._known[name] = _TimesRun(operator)
+        times.part += 1
 
     def forget(self) -> None:
         """Start anew."""
-        for counts in self._counts.values():
-            counts.clear()
+        for times in self._known.values():
+            times.part = times.step = 0
 
     def work(self, parts: int) -> Work:
         """The average work of each of `parts` micro-batches, and that of the step."""
+        part, step = Counter[OperatorWork](), Counter[OperatorWork]()
+        for times in self._known.values():
+            if times.operator is not None:
+                part[times.operator] += times.part  # pyright: ignore[reportArgumentType]
+                step[times.operator] += times.step  # pyright: ignore[reportArgumentType]
         return Work(
-            part={operator: count / max(1, parts) for operator, count in self._counts[False].items()},
-            step=dict(self._counts[True]),
+            part={operator: count / max(1, parts) for operator, count in part.items() if count},
+            step={operator: count for operator, count in step.items() if count},
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_memkit.utilities.garbage import keep_aside
+from lightning_memkit.utilities.garbage import keep_aside, without_collecting
 
 _NOT_IN_FORKS = ("cuda", "xpu")
 _starts = (
@@ -28,12 +28,8 @@ def starting() -> Iterator[bool]:
     """
     with _starts:
         collects = gc.isenabled()
-        gc.disable()
-        try:
+        with without_collecting():
             yield collects
-        finally:
-            if collects:
-                gc.enable()
 
 
 def leave_inherited(*, collects: bool) -> None:

@@ -40,6 +40,18 @@ def new_garbage() -> Iterator[None]:
                 _unfreeze()
 
 
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Within the context the collector is off. Imports make hardly any garbage, and it takes a fifth of their time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def put_aside() -> None:
     """Until the end of `new_garbage`, the collector passes over all objects that exist now; no effect outside."""
     if _State.is_open and not _State.has_begun:

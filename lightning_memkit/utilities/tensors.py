@@ -38,3 +38,10 @@ def is_wrapper(value: object) -> bool:
 @lru_cache(maxsize=256)
 def _is_wrapper_class(kind: type) -> bool:
     return is_traceable_wrapper_subclass_type(kind)
+
+
+def storage_is_freed(tensor: Tensor) -> bool:
+    """Whether a live tensor's memory was freed, as FSDP does; reading it would crash the process."""
+    if tensor.layout is not torch.strided or is_wrapper(tensor):
+        return False
+    return bool(not tensor.untyped_storage().nbytes() and tensor.numel() and tensor.device.type != "meta")

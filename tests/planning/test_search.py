@@ -18,6 +18,7 @@ from lightning_memkit.planning.choices import (
     losses,
     offloads,
     precisions,
+    releases,
 )
 from lightning_memkit.planning.problem import Problem, UnavailableError
 from lightning_memkit.planning.search import search
@@ -174,6 +175,66 @@ def test_where_what_keeps_the_least_fails_what_keeps_more_is_tried():
     columns = {"precision": precisions(None)[:1], "offload": offloads(DEVICES["rtx4090"])}
     rows, _ = search(all_families(**columns), problem(Failing(), 900))
     assert {row.family["offload"].name for row in rows if row.fits} == {ACTIVATIONS}
+
+
+class Adam(Formula):
+    """Keeps 600 bytes of weights and 1200 of states, which offload moves; gradients take 600."""
+
+    def __call__(self, family: Family, rows: int) -> Prediction:
+        found = super().__call__(family, rows)
+        if family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
+            return replace(found, lasting={"weights": 600})
+        lasting = {"weights": 600, "optimizer_states": 1200}
+        anatomy = replace(found.anatomy, peak_bytes=found.anatomy.peak_bytes + 1200)
+        return replace(found, anatomy=anatomy, lasting=lasting)
+
+
+@pytest.mark.parametrize(
+    ("released", "usable", "reason"),
+    [
+        (0, 2300, "weights, gradients and optimizer states alone take 2.34 KiB"),
+        (1, 1700, "weights and optimizer states alone take 1.76 KiB"),
+    ],
+)
+def test_what_stays_on_the_device_rejects_all_that_keeps_it(released, usable, reason):
+    formula = Adam()
+    columns = {
+        "precision": precisions(None)[:1],
+        "offload": offloads(DEVICES["rtx4090"]),
+        "gradients": releases()[released:][:1],
+    }
+    floors = replace(problem(formula, usable), floor=lambda family: 600 if released else 1200)
+    rows, _ = search(all_families(**columns), floors)
+    without = [row for row in rows if row.family["offload"].name == ACTIVATIONS]
+    assert {row.rejected for row in without} == {reason}
+    assert ACTIVATIONS not in {family["offload"].name for family, _ in formula.asked}
+    assert any(row.fits for row in rows)
+
+
+def test_what_may_fit_beside_what_stays_is_predicted():
+    formula = Adam()
+    columns = {"precision": precisions(None)[:1], "offload": offloads(DEVICES["rtx4090"])}
+    search(all_families(**columns), replace(problem(formula, 2500), floor=lambda family: 1200))
+    assert ACTIVATIONS in {family["offload"].name for family, _ in formula.asked}
+
+
+def test_where_there_is_room_the_whole_batch_is_tried_first():
+    formula = Formula(resident=100)
+    rows, _ = search(all_families(), replace(problem(formula, 10**6), floor=lambda family: 100))
+    assert rows[0].parts == 1
+    assert {size for _, size in formula.asked} == {SIZES[-1]}
+
+
+@pytest.mark.parametrize("floor", [1, 400])
+def test_room_or_not_it_finds_the_same(floor):
+    found = [
+        search(
+            all_families(), replace(problem(Formula(curve=1), 1500), floor=lambda family, least=least: least)
+        )[0]
+        for least in (floor, 0)
+    ]
+    best, same = (rows[0] for rows in found)
+    assert (best.words, best.taken_bytes, best.seconds) == (same.words, same.taken_bytes, same.seconds)
 
 
 def test_a_device_without_bfloat16_has_float16():

@@ -19,6 +19,7 @@ CARD = DEVICES["rtx4090"]
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     monkeypatch.setattr(fake_results, "_kept", {})
+    monkeypatch.setattr(fake_results, "_sent", [])
 
 
 def missed(device=None, width=8) -> int:
@@ -91,6 +92,7 @@ def test_torchs_own_cache_is_left_as_it_is():
 def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(fake_results, "_MOST", missed())
     missed(width=16)
+    fake_results._read()
     (kept,) = fake_results._kept.values()
     assert len(kept) <= fake_results._MOST
     assert missed() > 0  # forgotten, found again

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_memkit.memory.out_of_memory import free_memory
 from lightning_memkit.utilities.forks import leave_inherited
-from lightning_memkit.utilities.garbage import collect_all, new_garbage, put_aside
+from lightning_memkit.utilities.garbage import collect_all, new_garbage, put_aside, without_collecting
 
 
 class Node:
@@ -117,3 +117,18 @@ def test_a_fork_leaves_what_it_inherits() -> None:
             os._exit(int(inherited() is None))
         assert os.waitpid(child, 0)[1] == 0
     assert inherited() is None
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_off_meanwhile_and_then_as_before(collects):
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with without_collecting():
+            assert not gc.isenabled()
+        assert gc.isenabled() is collects
+        with pytest.raises(ImportError), without_collecting():
+            raise ImportError
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if was else gc.disable)()

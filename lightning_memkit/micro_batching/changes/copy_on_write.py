@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-from lightning_memkit.memory.meter import storage_is_freed, storages_of, tensors_in
-from lightning_memkit.utilities.tensors import is_wrapper
+from lightning_memkit.memory.meter import storages_of, tensors_in
+from lightning_memkit.utilities.tensors import is_wrapper, storage_is_freed
 
 # Batch normalization's operators write to these arguments, though their schema does not mark them as written.
 _WRITTEN_UNSAID = ("running_mean", "running_var")

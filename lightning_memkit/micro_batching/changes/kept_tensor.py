@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lightning_memkit.memory.meter import storage_is_freed
 from lightning_memkit.micro_batching.changes.alike import alike, same_bits
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange, label
 from lightning_memkit.micro_batching.changes.tensor_attributes import attributes_of
-from lightning_memkit.utilities.tensors import is_wrapper
+from lightning_memkit.utilities.tensors import is_wrapper, storage_is_freed
 
 LAZY = (UninitializedBuffer, UninitializedParameter)
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memkit.memory.meter import storage_is_freed, unmetered
+from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.micro_batching.changes.alike import BITS
 from lightning_memkit.micro_batching.changes.still_modules import StillModules
-from lightning_memkit.utilities.tensors import is_wrapper
+from lightning_memkit.utilities.tensors import is_wrapper, storage_is_freed
 
 _COMPARED_BYTES = 2**14  # of a tensor on the host, whose values are compared in every step
 _MOST_COMPARED = 256  # tensors
