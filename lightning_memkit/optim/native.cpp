@@ -421,13 +421,15 @@ class ElementNoise {  // of one state of a parameter, for blocks anywhere in it
   }
 };
 
-// The bits of a block's largest magnitude; as integers, so that NaN is the largest.
+// The bits of the larger magnitude; as integers, so that NaN is the largest.
+inline uint32_t larger(uint32_t most, float value) {
+  const uint32_t bits = bits_of(value) & 0x7FFFFFFFu;
+  return bits > most ? bits : most;
+}
+
 uint32_t largest_of(const float *values, int64_t count) {
   uint32_t most = SMALLEST_SCALE;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = bits_of(values[i]) & 0x7FFFFFFFu;
-    most = bits > most ? bits : most;
-  }
+  for (int64_t i = 0; i < count; ++i) most = larger(most, values[i]);
   return most;
 }
 
@@ -493,6 +495,10 @@ void each_block(const Operand &o, int64_t run, const Act &act) {
   }
 }
 
+struct Largest {  // of a block's moments, as `larger` says
+  uint32_t first, second;
+};
+
 struct Coded {  // the moments of a block
   int8_t *first_codes;
   uint8_t *second_codes;
@@ -501,24 +507,27 @@ struct Coded {  // the moments of a block
 
 // As adamw_block, from codes to float32 moments, which are rounded when the largest is known.
 template <int mode, typename Rule, typename Gradient>
-void adamw_coded(const Rule &rule, uint16_t *__restrict weight_at, Low<mode> *__restrict low_at,
+Largest adamw_coded(const Rule &rule, uint16_t *__restrict weight_at, Low<mode> *__restrict low_at,
                  const Gradient *__restrict gradient_at, const Coded &moments, float *__restrict first_at,
                  float *__restrict second_at, Noise noise, int64_t count) {
   const int8_t *__restrict first_codes = moments.first_codes;
   const uint8_t *__restrict second_codes = moments.second_codes;
   const float first_factor = moments.first_factor, second_factor = moments.second_factor;
+  uint32_t first_most = SMALLEST_SCALE, second_most = SMALLEST_SCALE;
   for (int64_t i = 0; i < count; ++i) {
     float weight = joined<mode>(weight_at[i], keeps_low<mode> ? low_at[i] : Low<mode>());
     float first = first_of(first_codes[i], first_factor);
     float second = second_of(second_codes[i], second_factor);
     rule.step(&weight, wide(gradient_at[i]), &first, &second);
     first_at[i] = first, second_at[i] = second;
+    first_most = larger(first_most, first), second_most = larger(second_most, second);
     uint16_t high;
     Low<mode> low;
     split_up<mode>(weight, needs_noise<mode> ? noise.start[i] ^ noise.key : 0, &high, &low);
     weight_at[i] = high;
     if constexpr (keeps_low<mode>) low_at[i] = low;
   }
+  return {first_most, second_most};
 }
 
 template <int mode>
@@ -536,11 +545,10 @@ void adamw_blocks(const Job &job, const Piece &piece) {
       prefetch_ahead(o.count - start, o.weight + start, low, gradient + start, moments.first_codes,
                      moments.second_codes);
       const int64_t place = o.start + start;
-      adamw_coded<mode>(rule, o.weight + start, low, gradient + start, moments, first, second,
-                        of_weight.of(place, count), count);
-      const uint32_t first_most = largest_of(first, count), second_most = largest_of(second, count);
-      *first_scale = scale_of(first_most, *first_scale);
-      *second_scale = scale_of(second_most, *second_scale);
+      const Largest most = adamw_coded<mode>(rule, o.weight + start, low, gradient + start, moments, first,
+                                             second, of_weight.of(place, count), count);
+      *first_scale = scale_of(most.first, *first_scale);
+      *second_scale = scale_of(most.second, *second_scale);
       encode(second, moments.second_codes, *second_scale, count, of_second.of(place, count));
       encode(first, moments.first_codes, *first_scale, count, of_first.of(place, count));
     });
