@@ -474,12 +474,38 @@ inline void round_share(float share, uint16_t noise, uint8_t *code) {  // of a s
 }
 
 template <typename Code>
-void encode(const float *__restrict values, Code *__restrict codes, uint16_t scale, int64_t count, Noise noise) {
-  if (scale == NO_SCALE) return static_cast<void>(std::memset(codes, 0, count));
-  const float inverse = 1.0f / wide(scale);
-  const uint16_t *__restrict drawn = noise.start;
-  const uint16_t key = noise.key;
+struct Codes {  // of a block's moments, and what rounds them
+  Code *__restrict codes;
+  uint16_t scale;
+  Noise noise;
+};
+
+template <typename Code>
+void encode(const float *__restrict values, const Codes<Code> &to, int64_t count) {
+  if (to.scale == NO_SCALE) return static_cast<void>(std::memset(to.codes, 0, count));
+  const float inverse = 1.0f / wide(to.scale);
+  Code *__restrict codes = to.codes;
+  const uint16_t *__restrict drawn = to.noise.start;
+  const uint16_t key = to.noise.key;
   for (int64_t i = 0; i < count; ++i) round_share(values[i] * inverse, drawn[i] ^ key, codes + i);
+}
+
+// Both moments in one loop: the roots of one take as long as all else of the other.
+void encode_both(const float *__restrict first, const float *__restrict second, const Codes<int8_t> &to_first,
+                 const Codes<uint8_t> &to_second, int64_t count) {
+  if (to_first.scale == NO_SCALE || to_second.scale == NO_SCALE) {
+    encode(first, to_first, count);
+    return encode(second, to_second, count);
+  }
+  const float first_inverse = 1.0f / wide(to_first.scale), second_inverse = 1.0f / wide(to_second.scale);
+  int8_t *__restrict first_codes = to_first.codes;
+  uint8_t *__restrict second_codes = to_second.codes;
+  const uint16_t *__restrict first_drawn = to_first.noise.start, *__restrict second_drawn = to_second.noise.start;
+  const uint16_t first_key = to_first.noise.key, second_key = to_second.noise.key;
+  for (int64_t i = 0; i < count; ++i) {
+    round_share(first[i] * first_inverse, first_drawn[i] ^ first_key, first_codes + i);
+    round_share(second[i] * second_inverse, second_drawn[i] ^ second_key, second_codes + i);
+  }
 }
 
 // Calls act with each block of a run, the place of its first element, and how many it has.
@@ -549,8 +575,8 @@ void adamw_blocks(const Job &job, const Piece &piece) {
                                              second, of_weight.of(place, count), count);
       *first_scale = scale_of(most.first, *first_scale);
       *second_scale = scale_of(most.second, *second_scale);
-      encode(second, moments.second_codes, *second_scale, count, of_second.of(place, count));
-      encode(first, moments.first_codes, *first_scale, count, of_first.of(place, count));
+      encode_both(first, second, {moments.first_codes, *first_scale, of_first.of(place, count)},
+                  {moments.second_codes, *second_scale, of_second.of(place, count)}, count);
     });
   });
 }
@@ -572,7 +598,7 @@ void step_blocks(const Job &job, const Piece &piece) {
     for (int64_t i = 0; i < count; ++i) first[i] = first_of(codes[i], factor);
     step_rule<rule>(job, weight, gradient, first, count);
     *scale = scale_of(largest_of(first, count), *scale);
-    encode(first, codes, *scale, count, of_first.of(o.start + start, count));
+    encode(first, Codes<int8_t>{codes, *scale, of_first.of(o.start + start, count)}, count);
     store_weight<mode>(weight, o.weight + start, low, count, of_weight.of(o.start + start, count), 0);
   });
 }

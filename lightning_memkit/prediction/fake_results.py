@@ -1,14 +1,10 @@
 """Results of fake operators, handed on from prediction to prediction: what a fork has found ends with it."""
 
-import io
 import pickle
 import sys
 from collections.abc import Callable, Hashable
 from itertools import islice
-from typing import Any, TypeVar
-
-import torch
-from torch._ops import OpOverload
+from typing import TypeVar
 
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.handed_imports import import_all, imported_since
@@ -49,13 +45,11 @@ def contained_simulation(work: Callable[[], T], *, timeout_s: float = 600) -> T:
     def noted() -> tuple[T, bytes, list[str]]:
         known, modules = {simulation: len(found) for simulation, found in _kept.items()}, {*sys.modules}
         result = work()
-        found = _pickled(
-            {
-                simulation: [*islice(found.items(), known.get(simulation, 0), None)]
-                for simulation, found in _kept.items()
-            }
-        )
-        return result, found, imported_since(modules)
+        new = {
+            simulation: [*islice(found.items(), known.get(simulation, 0), None)]
+            for simulation, found in _kept.items()
+        }
+        return result, pickle.dumps(new), imported_since(modules)
 
     _read()
     result, found, names = contained(noted, timeout_s=timeout_s)
@@ -68,7 +62,7 @@ def _read() -> None:
     while _sent:
         found, names = _sent.pop()
         import_all(names)
-        for simulation, entries in _OperatorsFound(io.BytesIO(found)).load().items():
+        for simulation, entries in pickle.loads(found).items():
             kept = _kept.setdefault(simulation, {})
             kept.update(entries)
             _bound(kept)
@@ -77,27 +71,3 @@ def _read() -> None:
 def _bound(found: Found) -> None:
     if len(found) > _MOST:
         found.clear()
-
-
-def _pickled(item: Any) -> bytes:
-    buffer = io.BytesIO()
-    _OperatorsByName(buffer, pickle.HIGHEST_PROTOCOL).dump(item)
-    return buffer.getvalue()
-
-
-class _OperatorsByName(pickle.Pickler):
-    """Writes operators, which torch can't pickle, by their names."""
-
-    def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
-        if not isinstance(obj, OpOverload):
-            return None
-        _, _, name = obj._schema.name.partition("::")
-        return obj.namespace, name, obj._overloadname
-
-
-class _OperatorsFound(pickle.Unpickler):
-    """Reads what `_OperatorsByName` has written."""
-
-    def persistent_load(self, pid: tuple[str, str, str]) -> Any:
-        namespace, name, overload = pid
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)

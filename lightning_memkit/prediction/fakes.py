@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._library import simple_registry
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.prediction.fake_results import results_of
 from lightning_memkit.prediction.known_results import KnownResults
+from lightning_memkit.prediction.replaced import replaced
 from lightning_memkit.utilities.tensors import is_wrapper
 
 _HOST = torch.device("cpu")
@@ -101,7 +103,14 @@ def fake_in_place(module: nn.Module, fakes: Fakes) -> Iterator[tuple[Tensor, Ten
 
 
 @contextmanager
-def casts_in_place() -> Iterator[None]:
+def taken_as_real(mode: type) -> Iterator[None]:
+    """Within the context, modules and libraries treat fake tensors as real ones; `mode` is the simulation's class."""
+    with _casts_in_place(), _unrecognised(), _without_rules_for(mode):
+        yield
+
+
+@contextmanager
+def _casts_in_place() -> Iterator[None]:
     """Make `Module.to` change fake parameters in place, like real ones; torch would fail to swap them."""
     before = nn.Module._apply
     nn.Module._apply = _apply
@@ -128,7 +137,19 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 @contextmanager
-def unrecognised() -> Iterator[None]:
+def _without_rules_for(mode: type) -> Iterator[None]:
+    """Keep torch from looking, at each dispatch, for the rules that a library has for this mode: none can have any."""
+    plain = simple_registry.find_torch_dispatch_rule
+
+    def find(op: Any, torch_dispatch_class: type) -> Callable[..., Any] | None:
+        return None if torch_dispatch_class is mode else plain(op, torch_dispatch_class)
+
+    with replaced(simple_registry, find_torch_dispatch_rule=find):
+        yield
+
+
+@contextmanager
+def _unrecognised() -> Iterator[None]:
     """Hide from transformers that tensors are fake; it would make masks that a real run does not have."""
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     known = getattr(utils, "is_fake_tensor", None)

@@ -122,7 +122,7 @@ class KnownResults:
         """What its results follow from; None where something else may decide. Its operands are added to `tensors`."""
         if not isinstance(func, OpOverload) or func.namespace not in _NAMESPACES:
             return None
-        parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        parts: list[Any] = [func.name(), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._note(args, parts, tensors):
             return None
         for name, value in kwargs.items():

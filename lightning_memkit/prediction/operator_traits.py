@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ _OF_SHAPE_ALONE = {
     _aten.new_ones,
     _aten.new_full,
 }
+_traits: dict[str, "OperatorTraits"] = {}  # by name: an operator's own hash takes longer
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale
 
 
@@ -47,9 +47,16 @@ class OperatorTraits:
             yield from tensors_in(args[place] if place < len(args) else kwargs.get(name))
 
 
-@cache
 def traits_of(func: Any) -> OperatorTraits:
     """The traits of an operator; torch looks them up anew each time that one is asked for."""
+    name = func.name()
+    found = _traits.get(name)
+    if found is None:
+        found = _traits[name] = _looked_up(func)
+    return found
+
+
+def _looked_up(func: Any) -> OperatorTraits:
     packet = func.overloadpacket
     written = (
         (place, argument.name)

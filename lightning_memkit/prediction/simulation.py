@@ -19,7 +19,7 @@ from lightning_memkit.memory.owners import Owners
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
-from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place, unrecognised
+from lightning_memkit.prediction.fakes import Fakes, fake_in_place, taken_as_real
 from lightning_memkit.prediction.few_chunks import few_chunks, few_loss_chunks, few_slices
 from lightning_memkit.prediction.host_memory import PredictedHostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
@@ -72,8 +72,7 @@ class Simulation(AnatomyMeter):
             stack.enter_context(few_loss_chunks(self.work))
             # Of set-up, a GPU's prediction counts what is left; see `_forget_setup`.
             stack.enter_context(few_slices(1 if self._device is None else 0))
-            stack.enter_context(casts_in_place())
-            stack.enter_context(unrecognised())
+            stack.enter_context(taken_as_real(type(self)))
             if self._device is None:
                 stack.enter_context(counted_random_states(self.track))
             else:
