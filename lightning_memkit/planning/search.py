@@ -68,7 +68,7 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
         if most is group or kind in too_much or not any(row.prediction for row in own):
             continue
         least = _without(most, missing)[-1]
-        if any(row.fits for row in own):
+        if any(row.fits or _probably_fits_without_states(row, problem) for row in own):
             continue
         bound = problem.row(least, problem.sizes_of(least)[0])
         if bound.failed is None and not bound.fits:  # a step that fails tells nothing about the others
@@ -165,6 +165,15 @@ def _more_than_lasts(family: Family, lasting: Mapping[str, int], problem: Proble
     if least * min(1.0, problem.residual) <= problem.usable_bytes:
         return ""
     return f"{what} alone take {format_bytes(least)}"
+
+
+def _probably_fits_without_states(row: Row, problem: Problem) -> bool:
+    """Whether it probably fits with states on the host: then that is predicted, and not what keeps the least."""
+    if row.prediction is None or row.family["offload"].name not in _KEEPS_STATES:
+        return False
+    lasting = row.prediction.lasting
+    states = sum(lasting.values()) - lasting.get("weights", 0)
+    return states > 0 and row.taken_bytes - states <= problem.usable_bytes
 
 
 def _too_large(family: Family, reason: str) -> Row:

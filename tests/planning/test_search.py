@@ -178,44 +178,59 @@ def test_where_what_keeps_the_least_fails_what_keeps_more_is_tried():
 
 
 class Adam(Formula):
-    """Keeps 600 bytes of weights and 1200 of states, which offload moves; gradients take 600."""
+    """600 bytes of weights, as many of gradients unless they are released, and 1200 of states unless on the host."""
 
     def __call__(self, family: Family, rows: int) -> Prediction:
         found = super().__call__(family, rows)
-        if family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
-            return replace(found, lasting={"weights": 600})
-        lasting = {"weights": 600, "optimizer_states": 1200}
-        anatomy = replace(found.anatomy, peak_bytes=found.anatomy.peak_bytes + 1200)
-        return replace(found, anatomy=anatomy, lasting=lasting)
+        states = 0 if family["offload"].name in (STATES, STATES_AND_ACTIVATIONS) else 1200
+        peak = found.peak_bytes + 600 + states + (0 if family.is_released else 600)
+        lasting = {"weights": 600, "optimizer_states": states}
+        return replace(found, anatomy=replace(found.anatomy, peak_bytes=peak), lasting=lasting)
+
+
+def offloading(released: bool, usable: int) -> tuple[Adam, list[Family], Problem]:
+    formula = Adam(resident=0)
+    columns = {
+        "precision": precisions(None)[:1],
+        "offload": offloads(DEVICES["rtx4090"]),
+        "gradients": releases()[released : released + 1],
+    }
+    floor = 600 if released else 1200
+    return formula, all_families(**columns), replace(problem(formula, usable), floor=lambda family: floor)
+
+
+def offloads_asked(formula: Formula) -> list[str]:
+    """In their order."""
+    return list(dict.fromkeys(family["offload"].name for family, _ in formula.asked))
 
 
 @pytest.mark.parametrize(
     ("released", "usable", "reason"),
     [
-        (0, 2300, "weights, gradients and optimizer states alone take 2.34 KiB"),
-        (1, 1700, "weights and optimizer states alone take 1.76 KiB"),
+        (False, 2300, "weights, gradients and optimizer states alone take 2.34 KiB"),
+        (True, 1750, "weights and optimizer states alone take 1.76 KiB"),
     ],
 )
 def test_what_stays_on_the_device_rejects_all_that_keeps_it(released, usable, reason):
-    formula = Adam()
-    columns = {
-        "precision": precisions(None)[:1],
-        "offload": offloads(DEVICES["rtx4090"]),
-        "gradients": releases()[released:][:1],
-    }
-    floors = replace(problem(formula, usable), floor=lambda family: 600 if released else 1200)
-    rows, _ = search(all_families(**columns), floors)
-    without = [row for row in rows if row.family["offload"].name == ACTIVATIONS]
-    assert {row.rejected for row in without} == {reason}
-    assert ACTIVATIONS not in {family["offload"].name for family, _ in formula.asked}
+    formula, given, limited = offloading(released, usable)
+    rows, _ = search(given, limited)
+    assert {row.rejected for row in rows if row.family["offload"].name == ACTIVATIONS} == {reason}
+    assert offloads_asked(formula)[:2] == ["", STATES]  # without states it probably fits, and does
+    assert ACTIVATIONS not in offloads_asked(formula)
     assert any(row.fits for row in rows)
 
 
 def test_what_may_fit_beside_what_stays_is_predicted():
-    formula = Adam()
-    columns = {"precision": precisions(None)[:1], "offload": offloads(DEVICES["rtx4090"])}
-    search(all_families(**columns), replace(problem(formula, 2500), floor=lambda family: 1200))
-    assert ACTIVATIONS in {family["offload"].name for family, _ in formula.asked}
+    formula, given, limited = offloading(released=False, usable=2405)  # 2410 are taken at the least
+    search(given, limited)
+    assert ACTIVATIONS in offloads_asked(formula)
+
+
+def test_what_does_not_fit_without_states_either_is_tried_with_all_on_the_host():
+    formula, given, limited = offloading(released=False, usable=1205)
+    rows, _ = search(given, limited)
+    assert offloads_asked(formula) == ["", STATES_AND_ACTIVATIONS]
+    assert not any(row.fits for row in rows)
 
 
 def test_where_there_is_room_the_whole_batch_is_tried_first():
