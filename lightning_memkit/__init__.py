@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memkit.utilities.garbage import without_collecting
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "ActivationCheckpointing": "plugins.callbacks.activation_checkpointing",
