@@ -178,7 +178,7 @@ class Simulation(AnatomyMeter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap what follows, at a tenth of a prediction's time. Nothing compiles meanwhile."""
+        """No: torch would wrap `__torch_dispatch__`, which takes time at each call. Nothing compiles meanwhile."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
