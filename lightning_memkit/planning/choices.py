@@ -14,6 +14,7 @@ GIVEN, DDP = "as given", "DDP"
 STATES, ACTIVATIONS = "states on the host", "activations on the host"
 STATES_AND_ACTIVATIONS = "states and activations on the host"
 RELEASED, EIGHT_BIT = "gradients released", "8-bit states"
+ON_HOST = "FSDP2 stage 3 with shards on the host"
 _STAGE_2, _STAGE_3, _MIXED_16 = "FSDP2 stage 2", "FSDP2 stage 3", "mixed float16"
 _SEVEN_BYTES = "bfloat16, 24 bits"
 # By choice, those that do at least as much work. An 8-bit step moves fewer bytes, but counts as heavier: its
@@ -26,8 +27,9 @@ _HEAVIER = {
     "": (STATES, ACTIVATIONS, STATES_AND_ACTIVATIONS, RELEASED, EIGHT_BIT),
     STATES: (STATES_AND_ACTIVATIONS,),
     ACTIVATIONS: (STATES_AND_ACTIVATIONS,),
-    DDP: (_STAGE_2, _STAGE_3),
-    _STAGE_2: (_STAGE_3,),
+    DDP: (_STAGE_2, _STAGE_3, ON_HOST),
+    _STAGE_2: (_STAGE_3, ON_HOST),
+    _STAGE_3: (ON_HOST,),
 }
 
 
@@ -169,13 +171,17 @@ def seven_bytes() -> Choice:
     )
 
 
-def shardings() -> tuple[Choice, ...]:
-    """Ways to distribute training over ranks, from the least communication to the least memory."""
-    return (
+def shardings(device: Device | None) -> tuple[Choice, ...]:
+    """Ways to distribute training over ranks, from the least communication to the least memory of the device."""
+    on_host = Sharding(stage=3, cpu_offload=True)
+    found = (
         Choice(column="ranks", name=DDP, arguments={"strategy": "ddp"}),
         Choice(column="ranks", name=_STAGE_2, arguments={"strategy": Sharding(stage=2)}, shards=True),
         Choice(column="ranks", name=_STAGE_3, arguments={"strategy": Sharding(stage=3)}, shards=True),
     )
+    if device is None:
+        return found
+    return (*found, Choice(column="ranks", name=ON_HOST, arguments={"strategy": on_host}, shards=True))
 
 
 def offloads(device: Device | None) -> tuple[Choice, ...]:
@@ -248,6 +254,8 @@ def refusal(family: Family) -> str:
         return "DDP reduces gradients after the hooks that would step on them"
     if released and family["precision"].name == _MIXED_16:
         return "float16's scaler looks for overflows in all gradients before the step"
+    if family["ranks"].name == ON_HOST and released:
+        return "the backward would wait for each step of the host, where the shards are"
     if shards and family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
         return "states of sharded parameters can't be offloaded here"
     if family["precision"].name == _SEVEN_BYTES and family["states"].name == EIGHT_BIT:

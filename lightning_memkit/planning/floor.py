@@ -25,6 +25,8 @@ class Floor:
         is_16_bit = any(part.name == "PureBF16Precision" for part in family["precision"].plugins)
         most = 2 if is_16_bit or family["precision"].name == GIVEN else 4
         strategy = family["ranks"].arguments.get("strategy")
+        if isinstance(strategy, Sharding) and strategy.cpu_offload:
+            return 0
         shared = self._ranks if isinstance(strategy, Sharding) or family["ranks"].name == GIVEN else 1
         sizes = [(one.numel() * min(most, one.element_size()), one.requires_grad) for one in self._parameters]
         weights = sum(size for size, _ in sizes)

@@ -196,7 +196,8 @@ class Plan:
             arguments.update(choice.arguments)
         sharding = arguments.get("strategy")
         if isinstance(sharding, Sharding):
-            arguments["strategy"] = PluginSpec(name="FSDP2Strategy", options={"stage": sharding.stage})
+            options = {"stage": sharding.stage, **({"cpu_offload": True} if sharding.cpu_offload else {})}
+            arguments["strategy"] = PluginSpec(name="FSDP2Strategy", options=options)
         return arguments
 
     def _memory_budget(self, row: Row) -> Iterator[PluginSpec]:

@@ -8,7 +8,14 @@ from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
 from lightning_memkit.planning.choices import ACTIVATIONS, DDP, STATES, STATES_AND_ACTIVATIONS, Family
-from lightning_memkit.planning.times import Times, part_seconds, reduced, step_seconds
+from lightning_memkit.planning.times import (
+    HOST_BYTES_PER_SECOND,
+    Times,
+    moved_bytes,
+    part_seconds,
+    reduced,
+    step_seconds,
+)
 from lightning_memkit.prediction.result import Prediction
 
 Rejection = Literal["too large", "not needed", "impossible"]
@@ -207,7 +214,7 @@ class Problem:
     def _seconds(self, family: Family, prediction: Prediction) -> tuple[float, float]:
         """Seconds of a micro-batch, and of the optimizer's step: operators, and copies that don't overlap."""
         a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
-        one_way = prediction.offloaded_bytes / self.host_bytes_per_second
+        one_way = prediction.offloaded_apart_bytes / self.host_bytes_per_second
         offload = family["offload"].name
         if offload == ACTIVATIONS:  # copies to the host and back overlap with computation
             a_part = max(a_part, 2 * one_way)
@@ -215,6 +222,9 @@ class Problem:
             a_part += one_way  # a gradient waits for its states; copying them back overlaps with the backward
         elif offload in (STATES, STATES_AND_ACTIVATIONS):
             a_step += 2 * one_way
+        if prediction.copied_bytes:  # gathered ahead, so it overlaps; the CPU steps
+            a_part = max(a_part, prediction.copied_bytes / self.host_bytes_per_second)
+            a_step = moved_bytes(prediction.work) / HOST_BYTES_PER_SECOND
         if family["ranks"].name == DDP:  # overlaps with the last backward
             sent = self.times.seconds(reduced(prediction.anatomy.largest.get("gradients", 0)))
             a_step += max(0.0, sent - a_part)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
-from lightning_memkit.planning.choices import ACTIVATIONS, Choice, Family, is_lighter, refusal
+from lightning_memkit.planning.choices import ACTIVATIONS, ON_HOST, Choice, Family, is_lighter, refusal
 from lightning_memkit.planning.long_rows import long_rows
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.sizes import best_size, confirmed, smallest
@@ -188,7 +188,9 @@ def _idle(family: Family, problem: Problem, found: Sequence[Row]) -> str:
     """Why a family that computes more than a row that fits is not needed; empty if it might be better."""
     if problem.goal == "memory":
         return ""
-    lighter = (row for row in found if row.fits and is_lighter(row.family, family))
+    lighter = [row for row in found if row.fits and is_lighter(row.family, family)]
+    if lighter and family["ranks"].name == ON_HOST:
+        return f"not needed: {lighter[0].words} fits, and steps on the device"
     return next((reason for reason in map(_needs_no_more, lighter) if reason), "")
 
 

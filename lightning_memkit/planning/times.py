@@ -23,6 +23,7 @@ from lightning_memkit.prediction.work import OperatorWork, TensorShape, Work
 _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
 # Host time to launch an operator, including autograd's overhead; also the least time of any kernel.
 _LAUNCH_SECONDS = 5e-6
+HOST_BYTES_PER_SECOND = 40e9  # of the host's memory, that a rank's optimizer step on the CPU gets: assumed
 _MOST_BYTES = 1 << 28  # the most bytes of operands in a measurement
 _RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # least and most runs; short ones are disturbed by other processes
 _CPU = torch.device("cpu")
@@ -56,10 +57,14 @@ def step_seconds(work: Work, times: Times) -> float:
     return max(_sum(work.step, times.seconds), _sum(work.step, times.host_seconds))
 
 
+def moved_bytes(work: Work) -> float:
+    """What an optimizer's step reads and writes."""
+    return sum(count * operator.moved_bytes for operator, count in work.step.items())
+
+
 def _sum(operators: Mapping[OperatorWork, float], seconds: Callable[[OperatorWork], float]) -> float:
-    return math.fsum(
-        count * seconds(operator) for operator, count in operators.items()
-    )  # whatever their order
+    # Whatever their order.
+    return math.fsum(count * seconds(operator) for operator, count in operators.items())
 
 
 def reduced(gradient_bytes: int) -> OperatorWork:

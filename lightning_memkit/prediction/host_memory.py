@@ -37,24 +37,27 @@ class PredictedHostMemory:
         live_bytes: what they take now.
         peak_bytes: the most that they took.
         peak_content_bytes: the most that they held, without rounding.
+        peak_apart_bytes: the same without shards, their gradients and states.
+        copied_bytes: of shards to the device and of their gradients to the host, in the current step.
         has_shards: whether offloaded weights are among them, which the CPU steps.
     """
 
     def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.copied_bytes = 0
         self.peak_content_bytes = self._content_bytes = 0
-        self.has_shards = False
+        self.peak_apart_bytes = self._shard_bytes = 0
+        self.has_shards = self._of_shards = False
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_asked = self._is_pinned = False
 
-    def room(self, make: Callable[[], Tensor], *, is_pinned: bool) -> Tensor:
+    def room(self, make: Callable[[], Tensor], *, is_pinned: bool, of_shards: bool = False) -> Tensor:
         """Make a tensor in host memory; pinned, it takes a power of two."""
-        before = self._is_asked, self._is_pinned
-        self._is_asked, self._is_pinned = True, is_pinned
+        before = self._is_asked, self._is_pinned, self._of_shards
+        self._is_asked, self._is_pinned, self._of_shards = True, is_pinned, of_shards
         try:
             return make()
         finally:
-            self._is_asked, self._is_pinned = before
+            self._is_asked, self._is_pinned, self._of_shards = before
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is in host memory."""
@@ -65,16 +68,19 @@ class PredictedHostMemory:
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages or not self._is_asked:
             return key in self._storages
-        taken = pinned_size(size) if self._is_pinned else size
+        taken, of_shards = pinned_size(size) if self._is_pinned else size, size if self._of_shards else 0
 
         def give_back(_: Any) -> None:
             del self._storages[key]
             self.live_bytes -= taken
             self._content_bytes -= size
+            self._shard_bytes -= of_shards
 
         self._storages[key] = weakref.ref(storage, give_back)
         self.live_bytes += taken
         self._content_bytes += size
+        self._shard_bytes += of_shards
+        self.peak_apart_bytes = max(self.peak_apart_bytes, self._content_bytes - self._shard_bytes)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.peak_content_bytes = max(self.peak_content_bytes, self._content_bytes)
         return True

@@ -29,10 +29,14 @@ def host_shards(host: PredictedHostMemory) -> Iterator[None]:
         host.has_shards = True
         if host.has(tensor):
             return tensor
-        return host.room(lambda: torch.empty_like(tensor), is_pinned=is_pinned)
+        host.copied_bytes += tensor.nbytes
+        return host.room(lambda: torch.empty_like(tensor), is_pinned=is_pinned, of_shards=True)
 
     def to_device(tensor: Tensor, is_pinned: bool) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype) if host.has(tensor) else tensor
+        if not host.has(tensor):
+            return tensor
+        host.copied_bytes += tensor.nbytes
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         with _Moves(to_host, is_pinned=False):

@@ -103,9 +103,8 @@ class RankSimulation(Simulation):
             0 if stream is self._default else self._streams.setdefault(stream, 1 + len(self._streams))
         )
         if self._is_the_hosts([*args, *kwargs.values()]):
-            return self.host.room(
-                lambda: super(RankSimulation, self)._count(func, args, kwargs), is_pinned=False
-            )
+            count = super()._count
+            return self.host.room(lambda: count(func, args, kwargs), is_pinned=False, of_shards=True)
         out = super()._count(func, args, kwargs)
         if func.namespace == "c10d" and self._device is None:
             copied = _copied_by_gloo(func, args)

@@ -33,6 +33,9 @@ class Prediction:
         host_bytes: the most host memory that offloads take; pinned by default, and then in powers of two, as
             torch's allocator of pinned memory gives it.
         offloaded_bytes: the most bytes of offloaded tensors themselves, without rounding.
+        offloaded_apart_bytes: the same without what FSDP2 offloads.
+        copied_bytes: what FSDP2's CPU offload copies in a micro-batch: shards to the device each time that they are
+            gathered, and reduced gradients to the host.
         lasting: bytes of weights, optimizer states and compensation on the device after the last step.
         timeline: bytes alive at each operator of the steps, including its workspace.
         work: what the operators of a micro-batch and of an optimizer step compute and move.
@@ -52,6 +55,8 @@ class Prediction:
     expandable_bytes: int = 0
     host_bytes: int = 0
     offloaded_bytes: int = 0
+    offloaded_apart_bytes: int = 0
+    copied_bytes: int = 0
     lasting: dict[str, int] = field(default_factory=dict, repr=False)
     timeline: tuple[int, ...] = field(default=(), repr=False)
     work: Work = field(default_factory=Work, repr=False)

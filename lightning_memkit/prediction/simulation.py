@@ -122,6 +122,7 @@ class Simulation(AnatomyMeter):
         if self._has_stepped:  # only the last step's work counts, since the first one creates states
             self._has_stepped, self._parts = False, 0
             self.work.forget()
+            self.host.copied_bytes = 0
         self._parts += 1
         self.track([self.twin(tensor, "inputs") for tensor in batch], "inputs")
         self.phase = "forward"
@@ -173,6 +174,8 @@ class Simulation(AnatomyMeter):
             library_bytes=sum(workspace.size_bytes for workspace in self._library.values()),
             host_bytes=self.host.peak_bytes,
             offloaded_bytes=self.host.peak_content_bytes,
+            offloaded_apart_bytes=self.host.peak_apart_bytes,
+            copied_bytes=self.host.copied_bytes // max(1, self._parts),
             expandable_bytes=0 if device is None else replay(allocations, expandable=True).reserved_bytes,
         )
 

@@ -99,7 +99,7 @@ def test_what_is_released_on_the_host_and_in_chunks():
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.long
 def test_what_other_ranks_have(stage):
-    choice = shardings()[stage - 1]
+    choice = shardings(None)[stage - 1]
     given = {"plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")], "devices": 4}
     trainer = {**given, "strategy": choice.arguments["strategy"]}
     predicted = predict_memory(Llama, batch(), trainer=trainer, device=GPU)

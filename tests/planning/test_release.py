@@ -105,7 +105,7 @@ def test_a_floor_names_what_it_counts():
 def test_what_can_not_go_together_is_refused_without_a_prediction(named, reason):
     columns = {
         "precision": precisions(DEVICES["t4"]),
-        "ranks": shardings(),
+        "ranks": shardings(DEVICES["t4"]),
         "offload": offloads(DEVICES["t4"]),
         "gradients": releases(),
         "states": states(EightBit(replaces="AdamW")),

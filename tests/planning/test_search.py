@@ -8,6 +8,7 @@ import pytest
 from lightning_memkit.memory.anatomy import Anatomy
 from lightning_memkit.planning.choices import (
     ACTIVATIONS,
+    ON_HOST,
     STATES,
     STATES_AND_ACTIVATIONS,
     Choice,
@@ -19,9 +20,11 @@ from lightning_memkit.planning.choices import (
     offloads,
     precisions,
     releases,
+    shardings,
 )
 from lightning_memkit.planning.problem import Problem, UnavailableError
 from lightning_memkit.planning.search import search
+from lightning_memkit.planning.times import HOST_BYTES_PER_SECOND
 from lightning_memkit.prediction.devices import DEVICES
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import OperatorWork, Work
@@ -283,3 +286,33 @@ def test_lighter_is_what_does_nothing_that_the_other_does_not():
     )
     assert not is_lighter(selective, every)
     assert not is_lighter(light, all_families()[-1])  # of another precision
+
+
+@pytest.mark.parametrize(("copied", "seconds"), [(0, 35 + 7), (10, 35 + 7 / HOST_BYTES_PER_SECOND), (99, 99)])
+def test_copies_of_shards_overlap_with_a_micro_batch_and_the_host_steps(copied, seconds):
+    class Copying(Formula):
+        def __call__(self, family: Family, rows: int) -> Prediction:
+            return replace(super().__call__(family, rows), copied_bytes=copied)
+
+    family = all_families(precision=precisions(None)[1:2])[0]
+    limited = replace(problem(Copying(), 10**6), sizes=(3,), rows=3)
+    assert limited.row(family, 3).seconds == pytest.approx(seconds)
+
+
+def test_shards_on_the_host_are_for_devices_that_are_not_the_host():
+    assert [choice.name for choice in shardings(None)] == ["DDP", "FSDP2 stage 2", "FSDP2 stage 3"]
+    *others, last = shardings(DEVICES["t4"])
+    assert (len(others), last.arguments["strategy"].cpu_offload) == (3, True)
+    heavy, light = (all_families(ranks=(one,))[0] for one in (last, others[2]))
+    assert not is_lighter(heavy, light)
+
+
+def test_shards_go_to_the_host_only_where_nothing_fits_without():
+    def asked(usable: int) -> set[str]:
+        formula = Formula()
+        given = all_families(precision=precisions(None)[:1], ranks=shardings(DEVICES["t4"]))
+        search(given, problem(formula, usable))
+        return {family["ranks"].name for family, _ in formula.asked}
+
+    assert ON_HOST not in asked(1300)
+    assert ON_HOST in asked(900)

@@ -320,6 +320,28 @@ def test_ranks_are_a_column_where_there_are_several():
     }
 
 
+@pytest.mark.long
+def test_where_shards_do_not_fit_they_are_planned_on_the_host():
+    fixed = {"devices": 4, "plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")]}
+    model = Language(width=1024, layers=6)
+    found = plan(
+        lambda: Language(width=1024, layers=6), given_batch(), Budget("180MiB", "rtx4090"), trainer=fixed
+    )
+    strategy = found.trainer_kwargs()["strategy"]
+    assert isinstance(strategy, FSDP2Strategy)
+    assert strategy.sharding.cpu_offload
+    assert found.config()["trainer"]["strategy"]["init_args"] == {"stage": 3, "cpu_offload": True}
+    best = found.best.prediction
+    assert best is not None
+    # A block's shards are gathered in the forward and in the backward, the others' once.
+    of_blocks, whole = (sum(one.numel() for one in part.parameters()) for part in (model.blocks, model))
+    gradients = 2 * whole
+    copied = 2 * (whole + of_blocks) + gradients
+    assert best.copied_bytes == pytest.approx(copied / 4, rel=0.02)
+    assert best.host_bytes > 10 * whole / 4
+    assert "the backward would wait for each step of the host" in str(found)
+
+
 @pytest.mark.slow
 def test_a_strategy_that_offloads_is_planned_with_what_it_leaves_on_the_device():
     def deep():

@@ -126,7 +126,7 @@ def _columns(
     """The choices of each column, and why some columns have none; `ask` is given if the states are open."""
     columns = {
         "precision": choices.precisions(device, states_open=ask is not None),
-        "ranks": choices.shardings() if ranks > 1 else (Choice(column="ranks", name=""),),
+        "ranks": choices.shardings(device) if ranks > 1 else (Choice(column="ranks", name=""),),
         "offload": choices.offloads(device),
         "gradients": choices.releases(),
         "checkpointing": choices.checkpointings(),
