@@ -173,6 +173,10 @@ class Problem:
         """How many micro-batches of this size make the batch."""
         return -(-self.rows // size)
 
+    def taken_bytes(self, prediction: Prediction) -> int:
+        """The bytes that count for the budget, as earlier runs on the device had them."""
+        return round((prediction.total_bytes - self.beside_bytes) * self.residual)
+
     def row(self, family: Family, size: int, chunk_tokens: int | None = None) -> Row:
         """The configuration of a family, of one of its sizes, and of the tokens of a chunk where there are such."""
         chunks = ChunkLimits(tokens=chunk_tokens)
@@ -193,8 +197,7 @@ class Problem:
                 rejected_as="impossible",
                 failed=error,
             )
-        parts = self.parts(size)
-        taken = round((prediction.total_bytes - self.beside_bytes) * self.residual)
+        parts, taken = self.parts(size), self.taken_bytes(prediction)
         a_part, a_step = self._seconds(family, prediction)
         row = Row(
             family=family,

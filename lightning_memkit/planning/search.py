@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
 from lightning_memkit.planning.choices import ACTIVATIONS, ON_HOST, Choice, Family, is_lighter, refusal
 from lightning_memkit.planning.long_rows import long_rows
-from lightning_memkit.planning.problem import Problem, Row, UnavailableError
+from lightning_memkit.planning.problem import ChunkLimits, Problem, Row, UnavailableError
 from lightning_memkit.planning.sizes import best_size, confirmed, smallest
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.utilities.progress import ProgressBar
@@ -27,29 +26,40 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
     Returns:
         The rows, and the columns in which nothing can be chosen here, with the reason.
     """
-    with ProgressBar("predicting", unit="configurations") as bar:
+    with ProgressBar("planning", len(families), "configurations") as bar:
 
-        def predict(*what: Any) -> Prediction:
-            prediction = problem.predict(*what)
-            bar.advance()
+        def predict(family: Family, size: int, *chunks: ChunkLimits) -> Prediction:
+            prediction = problem.predict(family, size, *chunks)
+            taken = problem.taken_bytes(prediction)
+            found = Row(
+                family=family,
+                micro_batch_size=size,
+                parts=problem.parts(size),
+                chunks=(*chunks, ChunkLimits())[0],
+            )
+            verdict = "fits" if taken <= problem.usable_bytes else "too large"
+            bar.found(f"{format_bytes(taken):>10}  {verdict:<9}  {found.words}")
             return prediction
 
-        counted = replace(problem, predict=predict)
-        rows, missing = _searched(families, counted)
+        watched = replace(problem, predict=predict)
+        rows, missing = _searched(families, watched, bar)
         if rows[0].fits:
             return rows, missing
-        in_chunks = long_rows(rows, counted)
+        in_chunks = long_rows(rows, watched)
         rows = sorted((*in_chunks, *rows), key=lambda row: _rank(row, problem.goal))
         return tuple(rows), missing
 
 
-def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...], dict[str, str]]:
+def _searched(
+    families: Sequence[Family], problem: Problem, bar: ProgressBar
+) -> tuple[tuple[Row, ...], dict[str, str]]:
     possible, rows = _possible(families, problem)
     missing, found = dict[str, str](), list[Row]()
     groups = [list(group) for _, group in groupby(possible, key=lambda one: _names(one, _APART))]
     too_much: dict[tuple[str, ...], str] = {}  # per kind, the leanest offload choice already known not to fit
     lasting: dict[tuple[str, ...], Mapping[str, int]] = {}  # per kind, what stays on the device
     for group in groups:
+        bar.reach(len(rows))
         kind, left = _names(group[0], _BUT_OFFLOAD), _without(group, missing)
         if kind in lasting and group[0]["offload"].name in _KEEPS_STATES:
             reason = _more_than_lasts(group[0], lasting[kind], problem)
@@ -73,6 +83,7 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
         bound = problem.row(least, problem.sizes_of(least)[0])
         if bound.failed is None and not bound.fits:  # a step that fails tells nothing about the others
             too_much[kind] = least["offload"].name
+    bar.reach(len(families))
     left = set(_without(families, missing))
     rows = [row for row in rows if row.family in left]
     failed = next((row.failed for row in rows if row.failed is not None), None)

@@ -63,6 +63,29 @@ def test_without_a_total_it_says_how_many_are_done(clock: Clock, terminal: Termi
     assert "reading 2 configurations" in terminal.getvalue().split("reading 1")[-1]
 
 
+def test_what_is_found_stands_above_the_bar_once(clock: Clock, terminal: Terminal) -> None:
+    with ProgressBar("planning", 3, "configurations") as bar:
+        bar.found("1 GiB fits")
+        clock.now += 3
+        bar.found("1 GiB fits")
+        clock.now += 3
+        bar.reach(2)
+    *above, last = terminal.getvalue().split(
+        "planning"
+    )  # what each drawing has above its bar, and the last bar
+    assert {text.count("1 GiB fits") for text in above} == {1}
+    assert "2/3" in last
+
+
+def test_the_latest_of_many_stand_above_the_bar(clock: Clock, terminal: Terminal) -> None:
+    with ProgressBar("planning", 99, "configurations") as bar:
+        for number in range(40):
+            clock.now += 3
+            bar.found(f"number {number} of 40")
+    above = terminal.getvalue().split("planning")[-2]
+    assert [number for number in range(40) if f"number {number} of" in above] == list(range(28, 40))
+
+
 def test_bytes_are_shown_in_their_larger_units(clock: Clock, terminal: Terminal) -> None:
     with ProgressBar("loading", 8 * 2**20, "bytes") as bar:
         clock.now += 3
