@@ -7,6 +7,7 @@ from mmap import PAGESIZE
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _DONTNEED = 4  # MADV_DONTNEED: private memory keeps its addresses but loses its pages
 _SMALLEST_BYTES = 2**20
@@ -46,6 +47,8 @@ def move_values(source: Tensor, target: Tensor) -> None:
 
 def _droppable(tensor: Tensor) -> bool:
     large = tensor.device.type == "cpu" and tensor.nbytes >= _SMALLEST_BYTES
+    if isinstance(tensor, FakeTensor):  # of a prediction: it has no pages, and address 0 is not its own
+        return False
     return large and tensor.is_contiguous() and _madvise() is not None
 
 
