@@ -63,7 +63,7 @@ def moved_bytes(work: Work) -> float:
 
 
 def _sum(operators: Mapping[OperatorWork, float], seconds: Callable[[OperatorWork], float]) -> float:
-    # Whatever their order.
+    # An exact sum: equal work takes equal time, in whatever order its operators were counted.
     return math.fsum(count * seconds(operator) for operator, count in operators.items())
 
 

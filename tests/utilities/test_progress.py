@@ -70,9 +70,8 @@ def test_what_is_found_stands_above_the_bar_once(clock: Clock, terminal: Termina
         bar.found("1 GiB fits")
         clock.now += 3
         bar.reach(2)
-    *above, last = terminal.getvalue().split(
-        "planning"
-    )  # what each drawing has above its bar, and the last bar
+    # What each drawing has above its bar, and the last bar.
+    *above, last = terminal.getvalue().split("planning")
     assert {text.count("1 GiB fits") for text in above} == {1}
     assert "2/3" in last
 
