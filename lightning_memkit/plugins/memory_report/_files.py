@@ -12,13 +12,14 @@ from lightning_memkit.memory.report_table import last_screen
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins.asked import budget_of
 from lightning_memkit.plugins.cli.report_command import FAILED, REPORT
+from lightning_memkit.plugins.memory_report._artifacts import store
 from lightning_memkit.plugins.memory_report._line import Printer
 from lightning_memkit.plugins.memory_report._snapshot import dump
 from lightning_memkit.utilities.atomic_write import write_whole
 
 
 class ReportFiles:
-    """Prints a report on the first rank, and writes it to the folder of the run's logs.
+    """Prints a report on the first rank, writes it to the folder of the run's logs, and to loggers that store files.
 
     Args:
         trainer: the trainer of the run.
@@ -39,7 +40,7 @@ class ReportFiles:
         self._write(report, self._path)
         for what in last_screen(report):
             self._printer.show(self._trainer, what)
-        rest = f"memkit report {_short(self._path)} (every table, and the page)"
+        rest = f"memkit report {_short(self._path)} (tables, page)"
         self._printer.show(self._trainer, f"memory report: {rest}")
         budget, peak = budget_of(self._trainer), report.anatomy.peak_bytes
         if budget is not None and peak > budget.budget_bytes:
@@ -72,6 +73,7 @@ class ReportFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         report.to_json(path)
         write_whole(path.with_suffix(".html"), page(report))
+        store(self._trainer, (path, path.with_suffix(".html")))
 
 
 def _short(path: Path) -> Path:
