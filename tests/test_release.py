@@ -1,5 +1,6 @@
 """What a release is made of: one version everywhere, workflows that name what is there, a small sdist."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 import lightning_memkit
 
 ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 pytestmark = pytest.mark.skipif(
     ROOT != Path(lightning_memkit.__file__).parents[1],
     reason="what is tested is a wheel; this is of the sources",
@@ -30,6 +32,23 @@ def test_one_version_everywhere() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert cited["version"] == lightning_memkit.__version__
     assert re.search(rf"^## \[{re.escape(lightning_memkit.__version__)}\] - ", changes, re.MULTILINE)
+    assert f"pip install lightning_memkit-{lightning_memkit.__version__}-" in README.read_text(
+        encoding="utf-8"
+    )
+
+
+def test_what_the_index_shows_has_no_link_into_the_repository(tmp_path: Path) -> None:
+    (step,) = [one for one in commands(ROOT / ".github" / "workflows" / "release.yml") if "README.md" in one]
+    there = tmp_path / "README.md"
+    there.write_text(README.read_text(encoding="utf-8"), encoding="utf-8")
+    named = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v9"}
+    subprocess.run(["bash", "-euc", step], cwd=tmp_path, check=True, env=os.environ | named)
+    targets = re.findall(r'\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"', there.read_text(encoding="utf-8"))
+    found = [one or other for one, other in targets]
+    assert [target for target in found if not target.startswith(("https://", "#"))] == []
+    of_files = {target.partition("/v9/")[2].partition("#")[0] for target in found if "/v9/" in target}
+    assert len(of_files) > 10
+    assert all((ROOT / name).is_file() for name in of_files)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
