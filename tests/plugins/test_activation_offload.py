@@ -136,7 +136,7 @@ def test_auto_says_what_it_chose(device, tmp_path, capsys, monkeypatch):
     from lightning_memkit.activations.offload_choice import CopyRates
 
     said = []
-    monkeypatch.setattr("lightning_memkit.plugins.callbacks.activation_offload.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_memkit.plugins.seams.bars.rank_zero_info", said.append)
     monkeypatch.setattr(offload, "measure_copy_rates", lambda *_: CopyRates(to_host=1.0, to_device=1.0))
     plain, _ = fit(device, tmp_path)
     ours, _ = fit(device, tmp_path, ActivationOffload(SMALL, choose="auto"))

@@ -1,8 +1,12 @@
 """The line while training: beside progress bars and in them, to every logger, and its operations by torch's count."""
 
 import io
+import logging
+import math
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit import MemoryBudget, MemoryReport
 from lightning_memkit.plugins.memory_report import callback
+from lightning_memkit.plugins.memory_report._line import in_bar, line
 from lightning_memkit.plugins.memory_report._rates import Rates, ideal_seconds, named_device
 from lightning_memkit.prediction.devices import DEVICES, Device
 from lightning_memkit.testing import fail_at
@@ -64,15 +69,14 @@ def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, 
     text = terminal.getvalue() + capsys.readouterr().out
     lines = [line for line in as_on_screen(text) if "loader stall" in line]
     assert len(lines) == 3
-    for line in lines:
-        assert LINE.fullmatch(line), line
+    assert all(map(LINE.fullmatch, lines)), lines
     assert report.anatomy is not None
-    shown = re.search(r"peak[:=]\s*([\d.]+ KiB)", text)
+    shown = re.search(r"peak[:=]\s*([\d.]+)KiB", text)
     if kind == "none":
         assert shown is None
     else:
         assert shown is not None
-        assert shown[1] in "".join(lines)
+        assert f"{shown[1]} KiB" in "".join(lines)
     assert any(line.startswith("Peak ") for line in as_on_screen(text))
     screen = as_on_screen(text)
     first, last = (
@@ -82,6 +86,60 @@ def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, 
     assert all(
         re.fullmatch(r"\w[\w ]+ {2,}[\d.]+ [KM]iB +[\d.]+%", line) for line in screen[first + 1 : last]
     )
+
+
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_a_line_of_the_log_stands_above_the_bar(kind: str, capsys: Any, monkeypatch: Any) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
+    rich = RichProgressBar(console_kwargs={"file": terminal, "force_terminal": True, "width": 200})
+    bar: Callback = rich if kind == "rich" else TQDMProgressBar()
+    trained(MemoryBudget("260KiB"), bar, max_steps=2, enable_progress_bar=True)
+    screen = as_on_screen(terminal.getvalue())
+    (said,) = [row for row in screen if "MemoryBudget: micro-batch" in row]
+    assert said.startswith("MemoryBudget: micro-batch")
+    assert handler.stream is terminal
+    assert logging.getLogger("lightning.pytorch").handlers == [handler]
+
+
+PEAK = "peak 21.40 GiB of 22.00 GiB"
+VALUES = {
+    "tokens_per_second": 51204.0, "mfu": 0.382, "memory_gib": 9.81, "peak_gib": 21.4, "budget_gib": 22.0,
+    "real_tokens": 0.979, "loader_stall": 0.002,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "retries", "words"),
+    [
+        (
+            math.inf,
+            0,
+            f"MFU 38.2% | memory 9.81 GiB, {PEAK} | real tokens 97.9% | loader stall 0.2% | retries 0",
+        ),
+        (150, 0, f"MFU 38.2% | memory 9.81 GiB, {PEAK} | real tokens 97.9% | loader stall 0.2%"),
+        (130, 0, f"MFU 38.2% | {PEAK} | real tokens 97.9% | loader stall 0.2%"),
+        (120, 3, f"MFU 38.2% | {PEAK} | loader stall 0.2% | retries 3"),
+        (80, 0, PEAK),
+        (10, 3, f"{PEAK} | retries 3"),
+    ],
+)
+def test_a_narrow_terminal_is_told_what_matters_most(width: float, retries: float, words: str) -> None:
+    trainer: Any = SimpleNamespace(max_steps=500, global_step=40)
+    found = line(trainer, 3.2184, {**VALUES, "retries": retries}, width)
+    assert found == f"step 40/500 | loss 3.2184 | 51,204 tokens/s | {words}"
+    assert width == 10 or len(found) <= width
+
+
+@pytest.mark.parametrize(
+    ("gib", "words"),
+    [((0.5,), "512.0MiB"), ((21.44, 22.0), "21.44/22.00GiB"), ((0.5, 22.0), "512.0MiB/22.00GiB")],
+)
+def test_a_bar_breaks_no_value(gib: tuple[float, ...], words: str) -> None:
+    shown = in_bar(dict(zip(("peak_gib", "budget_gib"), gib, strict=False)) | {"tokens_per_second": 51204.0})
+    assert shown == {"peak": words, "tokens/s": "51,204"}
 
 
 def test_the_bar_is_left_as_it_was() -> None:

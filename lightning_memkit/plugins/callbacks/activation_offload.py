@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.offload import (
@@ -18,6 +17,7 @@ from lightning_memkit.activations.offload import (
 )
 from lightning_memkit.activations.offload_visits import in_host_memory
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
+from lightning_memkit.plugins.seams.bars import info
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 
@@ -106,7 +106,7 @@ class ActivationOffload(LeavesRunBehind, Callback):
                 f"no tensor that a block saves has min_bytes={self.min_bytes!r}; write a smaller min_bytes"
             )
         elif self.choose == "auto" and self._offload.choices:
-            rank_zero_info(f"ActivationOffload: {describe_choices(self._offload.choices)}")
+            info(trainer, f"ActivationOffload: {describe_choices(self._offload.choices)}")
         self._told = self.choose != "auto" or bool(self._offload.choices)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

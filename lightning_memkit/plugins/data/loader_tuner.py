@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.data.loading.host_memory import host_room
 from lightning_memkit.data.loading.load_times import LoadTimes, Measured
@@ -24,6 +23,7 @@ from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of
 from lightning_memkit.plugins.data._training_loaders import TrainingLoaders
 from lightning_memkit.plugins.pickling import LeavesRunBehind
 from lightning_memkit.plugins.seams import loaders
+from lightning_memkit.plugins.seams.bars import info
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -224,7 +224,7 @@ class LoaderTuner(LeavesRunBehind, Callback):
             self._loaders.set_workers(trainer, self._tuning.plan)
             self._times.restart()
         if changed or not self._said:
-            self._say(measured, before)
+            self._say(trainer, measured, before)
 
     def _bounds(self, trainer: Trainer, measured: Measured) -> Bounds:
         assert self._tuning is not None
@@ -242,15 +242,16 @@ class LoaderTuner(LeavesRunBehind, Callback):
             most_workers=0 if self._loaders.no_workers else most,
         )
 
-    def _say(self, measured: Measured, before: LoaderPlan) -> None:
+    def _say(self, trainer: Trainer, measured: Measured, before: LoaderPlan) -> None:
         assert self._tuning is not None
         plan, self._said = self._tuning.plan, True
         wanted = f" ({before} before)" if plan != before else ""
         why_none = f" No workers can help: {self._loaders.no_workers}." if self._loaders.no_workers else ""
-        rank_zero_info(
+        info(
+            trainer,
             f"LoaderTuner: {plan}{wanted}. A batch took {1000 * measured.load_seconds:.3g} ms to build and "
             f"{1000 * measured.step_seconds:.3g} ms to train on; the loop waited {measured.stall_fraction:.1%} of the "
-            f"time.{why_none}"
+            f"time.{why_none}",
         )
 
     def _log(self, trainer: Trainer) -> None:

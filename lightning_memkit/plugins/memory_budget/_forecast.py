@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from lightning_memkit.plugins.planning._given_run import GivenRun, is_automatic,
 from lightning_memkit.plugins.planning.planning import plan
 from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.plugins.seams._worst_batch import worst_batch
+from lightning_memkit.plugins.seams.bars import info
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 from lightning_memkit.utilities.tensors import tensors_of
 
@@ -41,7 +41,7 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
         return None
     device = None if root.type == "cpu" else Budget().target()  # asked here: a fork finds no device
     budget = Budget(options.budget_bytes, device or "cpu", "speed", options.headroom)
-    rank_zero_info("MemoryBudget predicts the peaks of its sizes, before it measures one.")
+    info(trainer, "MemoryBudget predicts the peaks of its sizes, before it measures one.")
     # Read batches in this process, not in the fork: a loader's workers serve only the process that started
     # them.
     parts = {size: worst_batch(trainer, batch, size) for size in (*_SIZES, max(sizes))}
@@ -58,7 +58,7 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
         return replace(found, peaks=peaks, residual=residual_of(name), measured=partial(keep_residual, name))
     except Exception as error:  # a user's step, or its prediction, may raise anything
         said = str(error).strip().splitlines()
-        rank_zero_info(f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
+        info(trainer, f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
         return None
 
 

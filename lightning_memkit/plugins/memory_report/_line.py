@@ -1,20 +1,23 @@
 """The live line of a report: printed above a progress bar, summarised in it, and sent to the loggers."""
 
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console, RenderableType
 from torch import Tensor
 
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.plugins.seams.bars import is_live
 from lightning_memkit.utilities.patching import Undo
 
 _WIDTH = 118  # of output to a file; rich's default of 80 columns would break the table
+_NEEDED_LEAST = ("retries", "memory_gib", "real_tokens", "loader_stall", "mfu")  # in this order; retries if none
 
 
 class Printer:
@@ -28,13 +31,20 @@ class Printer:
     def show(self, trainer: Trainer, what: RenderableType) -> None:
         """Print a line, or a table."""
         bar: Any = trainer.progress_bar_callback
-        if isinstance(bar, RichProgressBar) and _is_live(bar):
+        if is_live(bar):
             progress: Any = bar.progress
             progress.console.print(what, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             Tqdm.write(self._text(what), file=sys.stdout, end="")
         else:
             _console().print(what, markup=False)
+
+    def width(self, trainer: Trainer) -> float:
+        """The columns of the terminal; no end of them in a file."""
+        bar: Any = trainer.progress_bar_callback
+        if is_live(bar):
+            return bar.progress.console.width
+        return _console().width if sys.stdout.isatty() else float("inf")
 
     def _text(self, what: RenderableType) -> str:
         plain = Console(file=StringIO(), highlight=False, soft_wrap=True, width=_console().width)
@@ -46,11 +56,6 @@ class Printer:
 def _console() -> Console:
     width = None if sys.stdout.isatty() else _WIDTH
     return Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
-
-
-def _is_live(bar: RichProgressBar) -> bool:
-    progress: Any = bar.progress
-    return progress is not None and progress.live.is_started and progress.console.is_terminal
 
 
 def show_in_bar(trainer: Trainer, values: dict[str, str]) -> Undo:
@@ -78,32 +83,47 @@ def to_loggers(trainer: Trainer, values: dict[str, float]) -> None:
         logger.log_metrics(named, trainer.global_step)
 
 
-def line(trainer: Trainer, loss: float | None, values: dict[str, float]) -> str:
-    """Loss, speed and memory in one line."""
+def line(
+    trainer: Trainer, loss: float | None, values: dict[str, float], width: float = float("inf")
+) -> str:
+    """Loss, speed and memory in one line; in a narrow terminal without what is needed least."""
     total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
-    cells = [f"step {trainer.global_step}/{total}"]
+    first = [f"step {trainer.global_step}/{total}"]
     if loss is not None:
-        cells.append(f"loss {loss:.4f}")
+        first.append(f"loss {loss:.4f}")
+    shown = dict(values)
+    for name in ("", *_NEEDED_LEAST):
+        if name != "retries" or not shown.get(name):
+            shown.pop(name, None)
+        found = " | ".join([*first, *_cells(shown)])
+        if len(found) <= width:
+            break
+    return found
+
+
+def _cells(values: dict[str, float]) -> Iterator[str]:
     for name in ("tokens", "samples"):
         if f"{name}_per_second" in values:
-            cells.append(f"{values[f'{name}_per_second']:,.0f} {name}/s")
+            yield f"{values[f'{name}_per_second']:,.0f} {name}/s"
     if "mfu" in values:
-        cells.append(f"MFU {values['mfu']:.1%}")
-    cells += _memory(values)
+        yield f"MFU {values['mfu']:.1%}"
+    yield from _memory(values)
     if "real_tokens" in values:
-        cells.append(f"real tokens {values['real_tokens']:.1%}")
-    cells.append(f"loader stall {values['loader_stall']:.1%}")
+        yield f"real tokens {values['real_tokens']:.1%}"
+    if "loader_stall" in values:
+        yield f"loader stall {values['loader_stall']:.1%}"
     if "retries" in values:
-        cells.append(f"retries {values['retries']:.0f}")
-    return " | ".join(cells)
+        yield f"retries {values['retries']:.0f}"
 
 
 def in_bar(values: dict[str, float]) -> dict[str, str]:
-    """The few values for which a progress bar has room."""
+    """The few values for which a progress bar has room, without blanks: Rich's breaks lines at them."""
     found: dict[str, str] = {}
     if "peak_gib" in values:
-        of = f"/{format_bytes(values['budget_gib'] * 2**30)}" if "budget_gib" in values else ""
-        found["peak"] = format_bytes(values["peak_gib"] * 2**30) + of
+        peak, unit = format_bytes(values["peak_gib"] * 2**30).split()
+        most, of = format_bytes(values.get("budget_gib", 0.0) * 2**30).split()
+        budget = f"{'' if unit == of else unit}/{most}{of}" if "budget_gib" in values else unit
+        found["peak"] = f"{peak}{budget}"
     rate = next((name for name in ("tokens", "samples") if f"{name}_per_second" in values), None)
     if rate is not None:
         found[f"{rate}/s"] = f"{values[f'{rate}_per_second']:,.0f}"
@@ -115,9 +135,9 @@ def in_bar(values: dict[str, float]) -> dict[str, str]:
 def _memory(values: dict[str, float]) -> list[str]:
     if "peak_gib" not in values:
         return []
-    now = f"memory {format_bytes(values['memory_gib'] * 2**30)}"
+    now = f"memory {format_bytes(values['memory_gib'] * 2**30)}, " if "memory_gib" in values else ""
     of = f" of {format_bytes(values['budget_gib'] * 2**30)}" if "budget_gib" in values else ""
-    return [f"{now}, peak {format_bytes(values['peak_gib'] * 2**30)}{of}"]
+    return [f"{now}peak {format_bytes(values['peak_gib'] * 2**30)}{of}"]
 
 
 def loss_of(trainer: Trainer, outputs: Any, name: str | None) -> float | None:

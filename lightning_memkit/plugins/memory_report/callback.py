@@ -205,7 +205,8 @@ class MemoryReport(LeavesRunBehind, Callback):
         if self.report is not None:
             self.report = replace(self.report, rates=values)
         if self.live:
-            self._printer.show(trainer, line(trainer, loss_of(trainer, outputs, self.loss_name), values))
+            loss, width = loss_of(trainer, outputs, self.loss_name), self._printer.width(trainer)
+            self._printer.show(trainer, line(trainer, loss, values, width))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the logged values whose names begin with "val"."""

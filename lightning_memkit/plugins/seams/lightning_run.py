@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.micro_batching.run import Logged, Run
 from lightning_memkit.micro_batching.sizes.tuned_sizes import class_name, without_addresses
 from lightning_memkit.plugins.asked import callbacks_of, says
-from lightning_memkit.plugins.seams import _checks, loaders, logged, strategy
+from lightning_memkit.plugins.seams import _checks, bars, loaders, logged, strategy
 from lightning_memkit.plugins.seams._worst_batch import scanned_once, worst_batch
 from lightning_memkit.utilities.patching import Undo
 
@@ -229,7 +229,7 @@ class LightningRun(Run):
 
     @override
     def info(self, text: str) -> None:
-        rank_zero_info(text)
+        bars.info(self.trainer, text)
 
     @override
     def debug(self, text: str) -> None:
