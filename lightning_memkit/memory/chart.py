@@ -35,6 +35,7 @@ def chart(report: StepReport, number: int = 0, most_bytes: int | None = None) ->
         "count": count,
         "top": top,
         "peak": max(timeline.totals),
+        "marked": marked,
         "marked_bytes": timeline.totals[marked],
         "marked_share": (marked + 0.5) / count,
         "grid": [(size, short_size(size)) for size in ticks_up_to(top)],
@@ -49,6 +50,7 @@ def chart(report: StepReport, number: int = 0, most_bytes: int | None = None) ->
             "operator_at": timeline.operator_at,
             "modules": timeline.modules,
             "module_at": timeline.module_at,
+            "largest_modules": timeline.largest_modules,
             "marked": marked,
         },
     }

@@ -190,6 +190,9 @@ def _report(saved: Mapping[str, Any]) -> StepReport:
 def _timeline(saved: Mapping[str, Any]) -> Timeline:
     lists = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     lists["category_bytes"] = {name: tuple(one) for name, one in saved.get("category_bytes", {}).items()}
+    lists["largest_modules"] = tuple(
+        tuple((module, size) for module, size in found) for found in saved.get("largest_modules", ())
+    )
     lists["phases"] = tuple((phase, index) for phase, index in saved.get("phases", ()))
     return _of(Timeline, lists)
 

@@ -1,11 +1,13 @@
 """The bytes of a metered step by category over time."""
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memkit.memory.meter import Allocation, Phase
 
 MOMENTS = 1200  # the most that are kept: of each stretch of time the highest
+_MODULES_SHOWN = 3  # of a moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Timeline:
             `operators`.
         modules: names of modules; empty for what runs outside of any.
         module_at: the same for the module.
+        largest_modules: for each moment the modules whose tensors, created in the step and still alive, take
+            most: each an index of `modules` and bytes, the largest first.
         failed_at: the index of the moment at which memory ran out; None if it did not.
     """
 
@@ -34,6 +38,7 @@ class Timeline:
     operator_at: tuple[int, ...] = ()
     modules: tuple[str, ...] = ()
     module_at: tuple[int, ...] = ()
+    largest_modules: tuple[tuple[tuple[int, int], ...], ...] = ()
     failed_at: int | None = None
 
     @property
@@ -77,6 +82,10 @@ def timeline_of(
     operators, modules = _Names(), _Names()
     operator_at = tuple(operators.index(moment.operator) for moment in moments)
     module_at = tuple(modules.index(moment.module) for moment in moments)
+    largest = tuple(
+        tuple((modules.index(name), size) for name, size in found)
+        for found in _largest_modules(records, [moment.tick for moment in moments])
+    )
     used = [name for name in categories if any(moment.live[name] for moment in moments)]
     phases: list[tuple[str, int]] = []
     for index, moment in enumerate(moments):
@@ -90,6 +99,7 @@ def timeline_of(
         operator_at=operator_at,
         modules=modules.names(),
         module_at=module_at,
+        largest_modules=largest,
     )
 
 
@@ -124,16 +134,37 @@ def _last_tick(records: Sequence[Allocation]) -> int:
     return max((max(one.born, one.died or 0) for one in records), default=0)
 
 
+def _largest_modules(records: Sequence[Allocation], ticks: Iterable[int]) -> Iterator[list[tuple[str, int]]]:
+    """After each of these ticks, the modules whose tensors take most of what the step has created."""
+    changes = sorted(_changes(one for one in records if one.maker is not None), key=_tick_of)
+    live: dict[str, int] = {}
+    done = 0
+    for tick in ticks:
+        while done < len(changes) and changes[done][0] <= tick:
+            _, change, record = changes[done]
+            live[record.origin] = live.get(record.origin, 0) + change
+            done += 1
+        found = heapq.nlargest(_MODULES_SHOWN, live.items(), key=lambda item: item[1])
+        yield [(name, size) for name, size in found if size]
+
+
+def _changes(records: Iterable[Allocation]) -> Iterator[tuple[int, int, Allocation]]:
+    """Each birth and each death: its tick, the change in bytes, and what was born or died."""
+    for record in records:
+        yield record.born, record.size_bytes, record
+        if record.died is not None:
+            yield record.died, -record.size_bytes, record
+
+
+def _tick_of(change: tuple[int, int, Allocation]) -> int:
+    return change[0]
+
+
 def _moments(
     records: Sequence[Allocation], sums: Iterable[tuple[int, int]], categories: tuple[str, ...]
 ) -> Iterator[_Moment]:
     """What is alive after each tick of the step; the first moment is what existed before it."""
-    changes: list[tuple[int, int, Allocation]] = []
-    for record in records:
-        changes.append((record.born, record.size_bytes, record))
-        if record.died is not None:
-            changes.append((record.died, -record.size_bytes, record))
-    changes.sort(key=lambda change: change[0])
+    changes = sorted(_changes(records), key=_tick_of)
     live, total, last = dict.fromkeys(categories, 0), 0, None
     open_sums = iter([*sorted(sums), (1 << 62, 1 << 62)])
     began, settled = next(open_sums)

@@ -185,6 +185,27 @@ def test_the_drawing_is_of_the_bytes_and_the_peak_is_marked_and_named(report: St
         assert words in parsed.text
 
 
+def test_a_chart_can_be_enlarged_and_read_by_keys_and_aloud(report: StepReport) -> None:
+    """What a browser does with these is in docs/pictures; here are the parts that page.js looks for."""
+    parsed, timeline = Parsed(page(report)), report.step.timeline
+    by_class = {attributes.get("class", "").split(" ")[0]: attributes for _, attributes in parsed.tags}
+    plot = by_class["plot"]
+    assert (plot["role"], plot["tabindex"], plot["aria-valuemin"]) == ("slider", "0", "1")
+    assert plot["aria-valuemax"] == str(len(timeline.ticks))
+    assert plot["aria-valuenow"] == str(timeline.peak_index + 1)
+    assert format_bytes(report.anatomy.peak_bytes) in plot["aria-label"]
+    assert by_class["zoom"]["data-of"] == plot["data-of"]
+    assert "hidden" in by_class["zoom"]  # until the script runs
+    buttons = [attributes for tag, attributes in parsed.tags if tag == "button"]
+    assert [float(one["data-by"]) for one in buttons] == [0.5, 2.0, 0.0]
+    data = json.loads(next(text for text in parsed.inside["script"] if '"ticks"' in text))
+    assert data["largest_modules"] == [[list(one) for one in found] for found in timeline.largest_modules]
+    script = parsed.inside["script"][-1]
+    for name in ("cursor", "tip", "mark", "selected"):
+        assert name in by_class
+        assert f'part("{name}")' in script
+
+
 def test_the_page_has_every_table(report: StepReport) -> None:
     text = Parsed(page(report)).text
     for words in (

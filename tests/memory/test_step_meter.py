@@ -1,5 +1,6 @@
 """A whole metered step: operations against torch's counter, the timeline against the peak, kinds and modules."""
 
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
@@ -191,6 +192,25 @@ def test_a_long_step_keeps_its_peak_in_few_moments() -> None:
     assert len(short.ticks) <= 21 < len(long.ticks)
     assert max(short.totals) == step.anatomy.peak_bytes
     assert short.ticks[-1] == long.ticks[-1]
+
+
+@pytest.mark.parametrize("most", [25, 4000])
+def test_each_moment_names_the_modules_that_take_most(most: int) -> None:
+    model = Model()
+    _, meter = metered(model, torch.optim.AdamW(model.parameters()), parts=2)
+    timeline = timeline_of(meter.records, meter.sums, CATEGORIES, most=most)
+    assert len(timeline.largest_modules) == len(timeline.ticks)
+    created = [one for one in meter.records if one.maker is not None]
+    for tick, found in zip(timeline.ticks, timeline.largest_modules, strict=True):
+        alive: Counter[str] = Counter()
+        for one in created:
+            alive[one.origin] += one.size_bytes * one.alive_at(tick)
+        sizes = sorted((size for size in alive.values() if size), reverse=True)
+        assert [size for _, size in found] == sizes[:3]
+        assert all(alive[timeline.modules[index]] == size for index, size in found)
+    assert any(
+        "blocks.1.up" == timeline.modules[index] for one in timeline.largest_modules for index, _ in one
+    )
 
 
 def test_bytes_by_kind_and_module_are_those_known_by_hand() -> None:
