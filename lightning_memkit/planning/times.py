@@ -78,8 +78,8 @@ class TimesByRates:
     The host launches an operator in 5 microseconds; operators of a tape take 26 more to record and 18 to
     recompute.
 
-    Source: Williams et al., Roofline, CACM 2009. On an H200 the launch of a small kernel took 6.8
-    microseconds of the host and 2.1 of the device; times of steps are not yet verified on a GPU.
+    Source: Williams et al., Roofline, CACM 2009. On an H200 the launch of a small kernel took 7.8
+    microseconds of the host and 2.2 of the device; times of steps are not yet verified on a GPU.
 
     Args:
         device: gives the rates; 60 % of its peak FLOPs and 80 % of its peak bandwidths are assumed.

@@ -183,6 +183,16 @@ def test_readme_shows_the_peaks_that_were_measured() -> None:
     assert [int(number) for number in shown] == [round(number) for number in measured]
 
 
+def test_api_names_the_module_of_what_the_package_does_not_export() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^::: (\S+)\n( +options: .*show_root_full_path: true)?", page, re.MULTILINE)
+    assert len(entries) > 60
+    for path, shown in entries:
+        assert (path.rpartition(".")[2] in lightning_memkit.__all__) != bool(shown), path
+    again = page[page.index("are imported from `lightning_memkit` again") : page.index("## Errors")]
+    assert "show_root_full_path" not in again
+
+
 def test_navigation_names_every_page() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = re.findall(r"[\w/-]+\.md", json.dumps(navigation))

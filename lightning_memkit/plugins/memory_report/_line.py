@@ -17,7 +17,13 @@ from lightning_memkit.plugins.seams.bars import is_live
 from lightning_memkit.utilities.patching import Undo
 
 _WIDTH = 118  # of output to a file; rich's default of 80 columns would break the table
-_NEEDED_LEAST = ("retries", "memory_gib", "real_tokens", "loader_stall", "mfu")  # in this order; retries if none
+_NEEDED_LEAST = (
+    "retries",
+    "memory_gib",
+    "real_tokens",
+    "loader_stall",
+    "mfu",
+)  # in this order; retries if none
 
 
 class Printer:
@@ -83,9 +89,7 @@ def to_loggers(trainer: Trainer, values: dict[str, float]) -> None:
         logger.log_metrics(named, trainer.global_step)
 
 
-def line(
-    trainer: Trainer, loss: float | None, values: dict[str, float], width: float = float("inf")
-) -> str:
+def line(trainer: Trainer, loss: float | None, values: dict[str, float], width: float = float("inf")) -> str:
     """Loss, speed and memory in one line; in a narrow terminal without what is needed least."""
     total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
     first = [f"step {trainer.global_step}/{total}"]
