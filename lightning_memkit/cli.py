@@ -22,6 +22,10 @@ COMMANDS = {
     "doctor": "What this machine offers, and what memkit will therefore use.",
 }
 INTERRUPTED = 130
+_OF_FIT_ALONE = (
+    "With --budget SIZE (24GiB, 90%, auto) the config is planned first and trained as planned; --goal speed, exact or "
+    "memory and --headroom FRACTION belong to it: see `memkit plan --help`."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +114,7 @@ def _fit() -> int:
     with without_collecting():
         from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
 
-    MemkitCLI()
+    MemkitCLI(parser_kwargs={"fit": {"epilog": _OF_FIT_ALONE}})
     return 0
 
 

@@ -361,6 +361,12 @@ def test_help_lists_the_commands(capsys):
     assert all(command in printed for command in COMMANDS)
 
 
+def test_the_help_of_fit_names_the_options_of_a_budget(capsys):
+    assert main(["fit", "--help"]) == 0
+    said = capsys.readouterr().out.split()
+    assert {"--budget", "--goal", "--headroom"} <= set(said)
+
+
 def test_a_class_that_says_very_much_is_cut_and_says_so(memkit, capsys):
     assert memkit("fit", model="tests.cli_models.Talkative")[0] == 2
     printed = capsys.readouterr().err
