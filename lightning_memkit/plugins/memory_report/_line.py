@@ -17,13 +17,8 @@ from lightning_memkit.plugins.seams.bars import is_live
 from lightning_memkit.utilities.patching import Undo
 
 _WIDTH = 118  # of output to a file; rich's default of 80 columns would break the table
-_NEEDED_LEAST = (
-    "retries",
-    "memory_gib",
-    "real_tokens",
-    "loader_stall",
-    "mfu",
-)  # in this order; retries if none
+# What a narrow terminal does without, in this order; retries only if there are none.
+_NEEDED_LEAST = ("retries", "memory_gib", "real_tokens", "loader_stall", "mfu")
 
 
 class Printer:
@@ -45,7 +40,11 @@ class Printer:
         else:
             _console().print(what, markup=False)
 
-    def width(self, trainer: Trainer) -> float:
+    def show_step(self, trainer: Trainer, loss: float | None, values: dict[str, float]) -> None:
+        """Print the live line."""
+        self.show(trainer, line(trainer, loss, values, self._width(trainer)))
+
+    def _width(self, trainer: Trainer) -> float:
         """The columns of the terminal; no end of them in a file."""
         bar: Any = trainer.progress_bar_callback
         if is_live(bar):

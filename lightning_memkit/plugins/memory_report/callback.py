@@ -25,7 +25,6 @@ from lightning_memkit.plugins.memory_report._foresight import Foresight
 from lightning_memkit.plugins.memory_report._line import (
     Printer,
     in_bar,
-    line,
     loss_of,
     show_in_bar,
     to_loggers,
@@ -205,8 +204,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         if self.report is not None:
             self.report = replace(self.report, rates=values)
         if self.live:
-            loss, width = loss_of(trainer, outputs, self.loss_name), self._printer.width(trainer)
-            self._printer.show(trainer, line(trainer, loss, values, width))
+            self._printer.show_step(trainer, loss_of(trainer, outputs, self.loss_name), values)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the logged values whose names begin with "val"."""
