@@ -32,6 +32,8 @@ class RunFacts:
         budget_bytes: the budget of a `MemoryBudget`; 0 without one.
         forecast_bytes: the peak that `MemoryBudget` predicted for this micro-batch; 0 if it did not.
         retries: steps that ran out of memory and were retried.
+        recomputes: whether activations are recomputed.
+        offloads: whether the optimizer's states are in host memory.
     """
 
     name: str = ""
@@ -43,6 +45,8 @@ class RunFacts:
     budget_bytes: int = 0
     forecast_bytes: int = 0
     retries: int = 0
+    recomputes: bool = False
+    offloads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import rich.table
 
 from lightning_memkit.memory import tables as of_memory
+from lightning_memkit.memory.likely_change import likely_change
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.memory.words import UNMETERED, difference, peak_words, time_share
@@ -35,14 +36,14 @@ def comparison_tables(
 
 
 def _first_advice(report: StepReport) -> str:
-    """A leak, which grows; else the change that saves most for its time; else the most wasteful thing there is."""
+    """A leak, which grows; else the best predicted change; else the most wasteful thing; else what may save most."""
     findings = sorted(report.anatomy.findings, key=lambda one: (one.kind == "kept_tensors", one.size_bytes))
     if report.advice and not (findings and findings[-1].kind == "kept_tensors"):
         one = report.advice[0]
         price = f"{difference(one.saved_bytes, 0)}, time of a step {time_share(one.time_share)}"
         return f"{one.how} ({one.change}): {price}, changes {one.changes or 'nothing'}"
     more = f" ({len(findings) - 1} more in the report)" if len(findings) > 1 else ""
-    return f"{findings[-1]}{more}" if findings else ""
+    return f"{findings[-1]}{more}" if findings else likely_change(report)
 
 
 def _drawn(

@@ -5,7 +5,7 @@ A plugin that lacks an attribute is not asked. Users' own callbacks may declare 
 | attribute | meaning | read by |
 |---|---|---|
 | `plan_column: str` | the column of a plan's table that this plugin decides | plan |
-| `recomputes_activations`, `offloads_states` (bool) | it saves this memory already | MemoryBudget's remedies |
+| `recomputes_activations`, `offloads_states` (bool) | it saves this memory already | MemoryBudget, MemoryReport |
 | `watches_only` (bool) | it changes no byte of a step | predictions, which leave it out |
 | `probes_contamination` (bool) | it is a contamination probe | PackedDataModule, which adds its own otherwise |
 | `averages_after_backward` (bool) | it averages DDP's gradients itself | PureBF16Precision |

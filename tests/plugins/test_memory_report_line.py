@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit import MemoryBudget, MemoryReport
+from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins.memory_report import callback
 from lightning_memkit.plugins.memory_report._line import in_bar, line
 from lightning_memkit.plugins.memory_report._rates import Rates, ideal_seconds, named_device
@@ -68,15 +69,19 @@ def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, 
     trained(report, *bars[kind], max_steps=6, log_every_n_steps=2, enable_progress_bar=kind != "none")
     text = terminal.getvalue() + capsys.readouterr().out
     lines = [line for line in as_on_screen(text) if "loader stall" in line]
-    assert len(lines) == 3
-    assert all(map(LINE.fullmatch, lines)), lines
     assert report.anatomy is not None
-    shown = re.search(r"peak[:=]\s*([\d.]+)KiB", text)
-    if kind == "none":
-        assert shown is None
+    peak, shown = format_bytes(report.anatomy.peak_bytes), re.search(r"peak[:=]\s*([\d.]+)KiB", text)
+    assert (shown is None) == (kind == "none")
+    if shown is not None:
+        assert f"{shown[1]} KiB" == peak
+    if (
+        kind == "rich"
+    ):  # the only one that writes to a terminal here: its bar has the values, and no line repeats them
+        assert lines == []
     else:
-        assert shown is not None
-        assert f"{shown[1]} KiB" in "".join(lines)
+        assert len(lines) == 3
+        assert all(map(LINE.fullmatch, lines)), lines
+        assert peak in "".join(lines)
     assert any(line.startswith("Peak ") for line in as_on_screen(text))
     screen = as_on_screen(text)
     first, last = (
@@ -105,6 +110,45 @@ def test_a_line_of_the_log_stands_above_the_bar(kind: str, capsys: Any, monkeypa
 
 
 PEAK = "peak 21.40 GiB of 22.00 GiB"
+
+
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_what_lightning_logs_stands_above_its_bar_too(kind: str, capsys: Any, monkeypatch: Any) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
+    rich = RichProgressBar(console_kwargs={"file": terminal, "force_terminal": True, "width": 200})
+    bar: Callback = rich if kind == "rich" else TQDMProgressBar()
+    trained(MemoryReport(), bar, max_steps=2, enable_progress_bar=True)
+    screen = as_on_screen(terminal.getvalue())
+    assert "`Trainer.fit` stopped: `max_steps=2` reached." in screen
+    assert logging.getLogger("lightning.pytorch").handlers == [handler]
+    assert handler.stream is terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_of_tqdm_on_a_terminal_repeats_no_line(monkeypatch: Any) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    trained(MemoryReport(), TQDMProgressBar(), max_steps=4, log_every_n_steps=2, enable_progress_bar=True)
+    assert "loader stall" not in terminal.getvalue()
+    assert "samples/s=" in terminal.getvalue()
+    screen = as_on_screen(terminal.getvalue())
+    assert any(row.startswith("Peak ") for row in screen)
+
+
+def test_in_a_file_each_interval_is_a_line_of_its_own(capsys: Any) -> None:
+    trained(MemoryReport(), TQDMProgressBar(), max_steps=4, log_every_n_steps=2, enable_progress_bar=True)
+    rows = capsys.readouterr().out.split("\n")
+    assert len([row for row in rows if row.startswith("step ")]) == 2
+    assert len([row for row in rows if row.startswith("Peak ")]) == 1
+
+
 VALUES = {
     "tokens_per_second": 51204.0, "mfu": 0.382, "memory_gib": 9.81, "peak_gib": 21.4, "budget_gib": 22.0,
     "real_tokens": 0.979, "loader_stall": 0.002,

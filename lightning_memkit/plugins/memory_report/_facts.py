@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 
 from lightning_memkit.memory.anatomy import Anatomy
 from lightning_memkit.memory.report import RunFacts
-from lightning_memkit.plugins.asked import budget_of
+from lightning_memkit.plugins.asked import budget_of, callbacks_of, says
 
 
 def facts(trainer: Trainer, step: int) -> RunFacts:
@@ -24,6 +24,8 @@ def facts(trainer: Trainer, step: int) -> RunFacts:
         budget_bytes=0 if budget is None else budget.budget_bytes,
         forecast_bytes=0 if budget is None else budget.predicted_peaks.get(parts, 0),
         retries=0 if budget is None else budget.retries,
+        recomputes=any(says(one, "recomputes_activations") for one in callbacks_of(trainer)),
+        offloads=any(says(one, "offloads_states") for one in callbacks_of(trainer)),
     )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from torch import Tensor
 
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.plugins.seams.bars import is_live
+from lightning_memkit.plugins.seams.bars import is_live, is_shown
 from lightning_memkit.utilities.patching import Undo
 
 _WIDTH = 118  # of output to a file; rich's default of 80 columns would break the table
@@ -35,21 +35,20 @@ class Printer:
         if is_live(bar):
             progress: Any = bar.progress
             progress.console.print(what, markup=False, highlight=False, soft_wrap=True)
-        elif isinstance(bar, TQDMProgressBar) and bar.is_enabled:
+            return
+        is_tqdm = isinstance(bar, TQDMProgressBar) and bar.is_enabled
+        if is_tqdm and sys.stdout.isatty():
             Tqdm.write(self._text(what), file=sys.stdout, end="")
-        else:
-            _console().print(what, markup=False)
+            return
+        if is_tqdm:  # in a file, whose last line is the bar's, without an end
+            sys.stdout.write("\n")
+        _console().print(what, markup=False)
 
     def show_step(self, trainer: Trainer, loss: float | None, values: dict[str, float]) -> None:
-        """Print the live line."""
-        self.show(trainer, line(trainer, loss, values, self._width(trainer)))
-
-    def _width(self, trainer: Trainer) -> float:
-        """The columns of the terminal; no end of them in a file."""
-        bar: Any = trainer.progress_bar_callback
-        if is_live(bar):
-            return bar.progress.console.width
-        return _console().width if sys.stdout.isatty() else float("inf")
+        """Print the live line, where no progress bar shows its values."""
+        if not is_shown(trainer.progress_bar_callback):
+            width = _console().width if sys.stdout.isatty() else float("inf")
+            self.show(trainer, line(trainer, loss, values, width))
 
     def _text(self, what: RenderableType) -> str:
         plain = Console(file=StringIO(), highlight=False, soft_wrap=True, width=_console().width)

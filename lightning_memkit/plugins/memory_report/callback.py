@@ -36,6 +36,7 @@ from lightning_memkit.plugins.memory_report._step_reports import failed_report, 
 from lightning_memkit.plugins.memory_report._watch import StepsWatch
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins.seams import loaders
+from lightning_memkit.plugins.seams.bars import log_above
 from lightning_memkit.utilities.patching import Undo
 
 
@@ -148,7 +149,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._waited, undo = loaders.time_data_waits(trainer)
         self._in_bar, self._rates = {}, Rates()
         self._files = ReportFiles(trainer, self.path, self._printer)
-        self._undo += [undo, show_in_bar(trainer, self._in_bar)]
+        self._undo += [undo, show_in_bar(trainer, self._in_bar), log_above(trainer)]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
