@@ -300,6 +300,29 @@ def test_a_checkpoint_that_is_not_there_or_cut_off_is_refused_before_anything_is
         assert printed in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("weights.pt", "it has no 'pytorch-lightning_version'; weights alone are loaded by the callback Initial"),
+        ("my.jsonl", "neither torch.save nor memkit wrote it; the newest other one beside it is whole.ckpt."),
+        ("runs", "it is a folder without '.metadata'; it holds runs/newer.ckpt."),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_is_refused_before_anything_is_built(
+    memkit, capsys, tmp_path, name: str, printed: str
+) -> None:
+    torch.save({"layer.weight": torch.zeros(3)}, tmp_path / "weights.pt")
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "whole.ckpt")
+    (tmp_path / "my.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "runs").mkdir()
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "runs" / "newer.ckpt")
+    assert memkit("fit", "--ckpt_path", name) == (1, None)
+    said = capsys.readouterr().err
+    assert f"ckpt_path='{name}' is no checkpoint of a Trainer: {printed}" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def test_a_config_that_is_no_yaml_is_named(memkit, capsys, tmp_path):
     (tmp_path / "broken.yaml").write_text("trainer:\n\tmax_steps: 1\n")
     assert memkit("fit", "--config", "broken.yaml")[0] == 2

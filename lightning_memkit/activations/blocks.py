@@ -1,7 +1,7 @@
 """Finds the repeated blocks of any module: the units of activation checkpointing."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 BlockPattern = str | type[nn.Module]
 _STACKS = (nn.ModuleList, nn.Sequential)
+_REMEDY = 'write the names of modules or classes, such as blocks=["encoder.layers.*"], or classes'
 
 
 def find_blocks(
@@ -46,12 +47,11 @@ def refuse_single_pattern(patterns: Any) -> None:
     if isinstance(patterns, (str, type)):
         shown = repr(patterns) if isinstance(patterns, str) else patterns.__name__
         raise ValueError(f"blocks={shown} is one pattern; blocks is a list of them: write blocks=[{shown}].")
+    if not isinstance(patterns, Iterable):
+        raise ValueError(f"blocks={patterns!r} is no list: {_REMEDY}.")
     for pattern in patterns:
         if not isinstance(pattern, (str, type)):
-            raise ValueError(
-                f"blocks holds {pattern!r}, which is no pattern: write the names of modules or classes, such as "
-                'blocks=["encoder.layers.*"], or classes.'
-            )
+            raise ValueError(f"blocks holds {pattern!r}, which is no pattern: {_REMEDY}.")
 
 
 def describe_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:

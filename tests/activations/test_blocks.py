@@ -84,5 +84,7 @@ def test_describe_counts_classes():
 
 
 def test_what_is_no_pattern_is_refused():
+    with pytest.raises(ValueError, match="blocks=3 is no list: write the names"):
+        find_blocks(nn.ModuleList([nn.Linear(2, 2)]), 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="blocks holds 3, which is no pattern: write the names"):
         find_blocks(nn.ModuleList([nn.Linear(2, 2)]), [3])  # pyright: ignore[reportArgumentType]

@@ -16,6 +16,9 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 
 _LOOKED_UP = re.compile(r"best|last|hpc|registry.*|\w+://.*")  # what Lightning finds
 _ZIP = b"PK\x03\x04"  # a file of torch.save begins so
+_PICKLE = b"\x80"  # and an old one so
+_SHARDS = (".metadata", "checkpoint")  # of which a folder of shards has one: torch's, or DeepSpeed's
+_VERSION = "pytorch-lightning_version"  # which every checkpoint of a Trainer has
 
 
 @contextmanager
@@ -27,7 +30,7 @@ def readable_by_torch(config: Any) -> Iterator[str | None]:
 
     Raises:
         FileNotFoundError: the checkpoint is not there.
-        CheckpointError: it was cut off.
+        CheckpointError: it was cut off, or is no checkpoint of a Trainer.
     """
     options = config.get(config.get("subcommand") or "", {})
     path = options.get("ckpt_path")
@@ -55,6 +58,28 @@ def _refuse_unreadable(path: Path) -> None:
         raise CheckpointError(
             f"{path} is damaged and can't be loaded: it was cut off after {size}{_newest(path)}."
         )
+    if lacks := _lacks(path):
+        raise CheckpointError(f"ckpt_path={str(path)!r} is no checkpoint of a Trainer: {lacks}.")
+
+
+def _lacks(path: Path) -> str:
+    """What this is instead of a checkpoint of a Trainer; empty if it is one, or only loading it can tell."""
+    if path.is_dir():
+        within = _newest(path / "none", "it holds")
+        is_sharded = any((path / name).exists() for name in _SHARDS)
+        return "" if is_sharded else f"it is a folder without {_SHARDS[0]!r}{within}"
+    with path.open("rb") as file:
+        first = file.read(len(_ZIP))
+    if first != _ZIP:
+        is_known = first.startswith(_PICKLE) or streamed.is_safetensors(path)
+        return "" if is_known else f"neither torch.save nor memkit wrote it{_newest(path)}"
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:  # it needs classes of the user's, as Lightning says when it loads it
+        return ""
+    if isinstance(found, dict) and _VERSION in found:
+        return ""
+    return f"it has no {_VERSION!r}; weights alone are loaded by the callback InitialWeights({str(path)!r})"
 
 
 def _was_cut_off(path: Path) -> bool:
@@ -63,11 +88,11 @@ def _was_cut_off(path: Path) -> bool:
         return file.read(len(_ZIP)) == _ZIP and not zipfile.is_zipfile(path)
 
 
-def _newest(path: Path) -> str:
+def _newest(path: Path, words: str = "the newest other one beside it is") -> str:
     """The youngest checkpoint beside it that was not cut off."""
     whole = [
         one for one in path.parent.glob("*.ckpt") if one != path and not (one.is_file() and _was_cut_off(one))
     ]
     if not whole:
         return ""
-    return f"; the newest other one beside it is {max(whole, key=lambda one: one.stat().st_mtime)}"
+    return f"; {words} {max(whole, key=lambda one: one.stat().st_mtime)}"

@@ -28,6 +28,7 @@ from lightning_memkit.optim.gradient_dtype import (
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.modes import Mode, States, low_state_of
 from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.plugins.misplaced import NoCallback
 from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins.precision._fit import (
     averages_late,
@@ -40,7 +41,7 @@ from lightning_memkit.plugins.precision._optimizers import FitOptimizers
 from lightning_memkit.utilities.patching import Undo, replace_method
 
 
-class PureBF16Precision(Precision):
+class PureBF16Precision(NoCallback, Precision):
     """Weights, gradients and optimizer states in bfloat16 with no update lost: 10 bytes a parameter for AdamW, or 7.
 
     The module is cast in place, except for what must stay float32 (`casting.cast_module`). Float32 inputs are
@@ -72,6 +73,8 @@ class PureBF16Precision(Precision):
         TypeError: At setup, an optimizer's step evaluates its closure itself (SAM, LBFGS) and its parameters
             are sharded. In its first step, an optimizer that the Trainer doesn't know has sharded parameters.
     """
+
+    belongs = "plugins"
 
     precision: Literal["bf16-true"] = "bf16-true"
 

@@ -26,6 +26,7 @@ from lightning_memkit.distributed.sharding import Sharding, shard_blocks
 from lightning_memkit.distributed.timeouts import give_timeout
 from lightning_memkit.initialization.building import build_empty, build_on
 from lightning_memkit.initialization.materialization import materialize
+from lightning_memkit.plugins.misplaced import NoCallback
 from lightning_memkit.plugins.seams import strategy
 from lightning_memkit.plugins.strategies import _sharded_checkpoints
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
@@ -39,7 +40,7 @@ from lightning_memkit.plugins.strategies.on_device import (
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class FSDP2Strategy(NoCallback, ModelParallelStrategy):
     """Each of n ranks keeps 1/n of weights, gradients and optimizer states, and gathers blocks when needed.
 
     It works with any LightningModule, without changes: repeated blocks are found and sharded with `fully_shard`, and

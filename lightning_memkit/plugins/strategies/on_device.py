@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_memkit.initialization.building import build_on
 from lightning_memkit.plugins.callbacks._resumed_optimizers import ResumedOptimizers
 from lightning_memkit.plugins.callbacks.random_state import RandomState
+from lightning_memkit.plugins.misplaced import NoCallback
 from lightning_memkit.plugins.seams import training_loop
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 
@@ -33,7 +34,7 @@ _DTYPES = {
 }
 
 
-class OnDeviceStrategy(SingleDeviceStrategy):
+class OnDeviceStrategy(NoCallback, SingleDeviceStrategy):
     """One device; `configure_model` and `Trainer.init_module` build directly there, at the precision's dtype.
 
     At most one float32 tensor is staged at a time, and the host holds no copy of the model. The random state

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_memkit.distributed.shared_states import keep_low_halves, tell_weights
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
+from lightning_memkit.plugins.misplaced import NoCallback
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.strategies.on_device import add_random_state, tell_epoch
 
 _BITSANDBYTES = ("min_8bit_size", "percentile_clipping", "block_wise")  # kept outside its `defaults`
 
 
-class ZeRO1Strategy(DDPStrategy):
+class ZeRO1Strategy(NoCallback, DDPStrategy):
     """DDP where each of n ranks keeps and steps 1/n of the optimizer states; costs one more broadcast a step.
 
     The module's own optimizers are rebuilt as `ZeroRedundancyOptimizer`, with their groups, options and
