@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_memkit.checkpoints import atomic
 
 MEMKIT = "lightning_memkit."
@@ -81,6 +83,10 @@ def _cut_off() -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def _weights_alone() -> None:
+    torch.save({"layer.weight": torch.zeros(3)}, CHECKPOINT)
+
+
 def _flip() -> None:
     path = Path(CHECKPOINT)
     stored = bytearray(path.read_bytes())
@@ -118,6 +124,10 @@ OF_CONFIGS = (
             changes={"trainer.plugins": [one("MemoryReport")]}),
     Mistake("a strategy among the callbacks", ("OnDeviceStrategy", "trainer.strategy"),
             changes=callbacks(one("OnDeviceStrategy"))),
+    Mistake("a class's name as a key", ("MemoryBudget.budget", "class_path"),
+            changes={"trainer.callbacks": {"MemoryBudget": {"budget": "1GiB"}}}),
+    Mistake("options beside a class_path", ("class_path", "init_args"),
+            changes=callbacks({"class_path": f"{MEMKIT}MemoryBudget", "budget": "1GiB"})),
     Mistake("two budgets", ("MemoryBudget", "one"), changes=callbacks(BUDGET, BUDGET)),
     Mistake("an unknown strategy", ("memkit_fsdp", "memkit_fsdp2"), changes={"trainer.strategy": "memkit_fsdp"}),
     Mistake("two precisions", ("bf16-mixed", "PureBF16Precision"),
@@ -181,6 +191,8 @@ OF_DATA = (
 )  # fmt: skip
 OF_RUNS = (
     Mistake("a checkpoint that is not there", ("last.ckpt", "give the path"), words=RESUMED),
+    Mistake("weights alone as a checkpoint", (CHECKPOINT, "InitialWeights"), words=RESUMED, spoil=_weights_alone),
+    Mistake("a corpus as a checkpoint", (CORPUS, "no checkpoint"), words=("fit", "--ckpt_path", CORPUS)),
     Mistake("a truncated checkpoint", (CHECKPOINT, "1,000"), words=RESUMED, earlier={}, spoil=_cut_off),
     Mistake("a flipped bit", (CHECKPOINT, "checksum", "Load another"), words=RESUMED, earlier=STREAMED,
             changes=STREAMED, spoil=_flip),

@@ -384,6 +384,23 @@ def test_help_lists_the_commands(capsys):
     assert all(command in printed for command in COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ({"MemoryBudget": {"budget": "1GiB"}}, "MemoryBudget.budget"),
+        ([{"class_path": "lightning_memkit.MemoryReport", "live": False}], "class_path"),
+        ([{"MemoryBudget": None}], "MemoryBudget"),
+    ],
+)
+def test_an_entry_that_is_not_formed_as_one_says_its_form(memkit, capsys, entry, named: str) -> None:
+    assert memkit("fit", trainer={"callbacks": entry})[0] == 2
+    said = capsys.readouterr().err
+    assert (
+        f"trainer.callbacks: an entry with {named!r} is not formed as one: write class_path: NAME and, "
+        in said
+    )
+
+
 def test_the_help_of_fit_names_the_options_of_a_budget(capsys):
     assert main(["fit", "--help"]) == 0
     said = capsys.readouterr().out.split()

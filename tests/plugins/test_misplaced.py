@@ -9,6 +9,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_memkit
 
 
+def fit(*callbacks: Any) -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(callbacks=[*callbacks], accelerator="cpu", enable_checkpointing=False, **quiet)
+    trainer.fit(BoringModel())
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -20,8 +26,6 @@ import lightning_memkit
 )
 def test_the_error_names_the_place(name: str, words: str) -> None:
     misplaced: Any = getattr(lightning_memkit, name)()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     with pytest.raises(AttributeError) as refused:
-        trainer = Trainer(callbacks=[misplaced], accelerator="cpu", enable_checkpointing=False, **quiet)
-        trainer.fit(BoringModel())
+        fit(misplaced)
     assert str(refused.value) == f"{name} stands among the callbacks, and is none; write {words}."

@@ -22,6 +22,7 @@ from lightning_memkit.plugins.cli._config_places import belongs_elsewhere, neare
 _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
 _BUILDERS = ("jsonargparse", "lightning.pytorch.cli", "lightning_memkit.plugins.cli.memkit_cli")
+_FORM = "write class_path: NAME and, beside it, init_args: with the options of that class"
 _FEW_OPTIONS = 12  # with more, the message does not list them; see --help
 _MOST_CHARACTERS = 1_000  # of a class's own message
 
@@ -143,6 +144,8 @@ def _bare_class(key: str, value: str) -> str:
 def _cause_in_class(path: str, text: str) -> str:
     cls = _imported(path)
     if match := re.fullmatch(r"Option '([^']+)' is not accepted", text):
+        if cls is not None and not _options(cls):  # a base class, for which such an entry was taken
+            return f"an entry with {match[1]!r} is not formed as one: {_FORM}"
         return _unknown(match[1], _options(cls), owner=path)
     if match := re.fullmatch(r"Group '([^']+)' does not accept option '([^']+)'", text):
         return _unknown(match[2], _options(_hints(cls).get(match[1])), owner=f"{match[1]} of {path}")

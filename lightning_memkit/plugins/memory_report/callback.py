@@ -61,7 +61,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         measured_step: the training batch that is metered, counted from 0; by default the second, when
             optimizer states exist. Without MemoryBudget and torch.compile, the batches before it are metered,
             too, to show what was alive if they run out of memory.
-        live: print the line every `trainer.log_every_n_steps` batches.
+        live: print the line every `trainer.log_every_n_steps` batches, unless Lightning's bar shows its values.
         path: the JSON file, next to which the page is written; by default `memory_report.json` in the
             logger's folder, or else the trainer's.
         loss_name: the logged value that the line shows; by default the loss that `training_step` returns.
