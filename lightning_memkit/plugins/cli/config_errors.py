@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_memkit
@@ -112,7 +113,8 @@ def _cause(text: str, names: tuple[str, ...] = (), key: str = "") -> str:
         return _cause_in_class(match[1], _dedented(text[match.end() :]))
     if match := re.fullmatch(r"Subcommand '\w+' does not accept option '([^']+)'", text):
         group, _, _ = match[1].rpartition(".")
-        return _unknown(match[1], [name for name in names if name.startswith(group)], list_them=False)
+        said = _unknown(match[1], [name for name in names if name.startswith(group)], list_them=False)
+        return said if said.endswith(")") else f"{said}{_owners(match[1].rpartition('.')[2])}"
     if match := re.fullmatch(r"Expected an? (.+?)\. Got value: (.*)", text, re.DOTALL):
         return f"{match[2]!r} is none of: {_plain(match[1])}"
     return text
@@ -168,8 +170,20 @@ def _unknown(option: str, known: list[str], *, owner: str = "the config", list_t
 
 def _meant(written: str, known: Iterable[str]) -> str:
     """A question for the known name that is most like what was written; empty if none is."""
-    close = get_close_matches(written, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    group, _, last = written.rpartition(".")  # the group is as written: its letters would make any key near
+    of_group = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group}
+    close = get_close_matches(last, list(of_group), n=1)
+    return f" (did you mean {of_group[close[0]]!r}?)" if close else ""
+
+
+def _owners(option: str) -> str:
+    """Which of our callbacks has this option; where none or several have it, where options are listed."""
+    ours = [getattr(lightning_memkit, name) for name in lightning_memkit.__all__]
+    callbacks = [one for one in ours if inspect.isclass(one) and issubclass(one, Callback)]
+    found = [one.__name__ for one in callbacks if option in _options(one)]
+    if len(found) == 1:
+        return f"; {found[0]} has it, under trainer.callbacks"
+    return "; --help lists what there is"
 
 
 def _options(cls: Any) -> list[str]:
