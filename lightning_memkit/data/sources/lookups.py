@@ -50,11 +50,10 @@ class KnownIds:
 
 def too_few(what: str, rows: int, ids: int, tokenizer: str) -> str:
     """The rule that is broken, and the first remedy."""
-    unit = "classes" if what.startswith((_HEAD, _ONE_HOT)) else "rows"
-    return (
-        f"Documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), and {what} has {rows} {unit}. Build "
-        f"the model with vocab_size={ids} or more"
-    )
+    rule = f"Documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), and {what} has {rows} rows"
+    if what.startswith((_HEAD, _ONE_HOT)):
+        rule = f"{rule.removesuffix('rows')}classes"
+    return f"{rule}. Build the model with vocab_size={ids} or more"
 
 
 class Lookups(TorchFunctionMode):
