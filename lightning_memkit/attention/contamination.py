@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memkit.attention.adapters import outermost_models
 from lightning_memkit.attention.documents import numbers_of
-from lightning_memkit.attention.hugging_face import NAME, is_transformers_model
+from lightning_memkit.attention.hugging_face import NAME, is_transformers_model, refusal_of
 from lightning_memkit.attention.token_watch import Change, TokenWatch, first_change
 from lightning_memkit.data.batching.batch import IGNORED_LABEL, PackedBatch
 from lightning_memkit.micro_batching.changes.rollback import Rollback
@@ -262,6 +263,9 @@ def _remedy(model: nn.Module) -> str:
         remedy = "Hand cu_seqlens to the model's attention, and let it call lightning_memkit.packed_attention"
     elif str(theirs[0].config._attn_implementation).startswith(NAME):
         remedy = "Hand the transformers model the whole batch, model(**batch): it is not told cu_seqlens"
+    elif (refused := next(filter(None, map(refusal_of, outermost_models(model))), None)) is not None:
+        # What can't be followed is not named as a remedy.
+        return f'{refused.reason}: give each document its own row, packing="none" (data.init_args.packing: none).'
     else:
         remedy = (
             "Call lightning_memkit.attention.use_packed_attention(model) once the model is built, and hand it the "

@@ -6,6 +6,7 @@ on to the attention function. It passes through activation checkpointing like an
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memkit.attention.door import Backend, packed_attention
-from lightning_memkit.attention.packed_mask import KEEP_OWN_MASK, Forward, PackedMask
+from lightning_memkit.attention.packed_mask import Forward, PackedMask
 from lightning_memkit.attention.pattern import pattern_of
 from lightning_memkit.attention.positions import (
     PlacesInRows,
@@ -24,6 +25,7 @@ from lightning_memkit.attention.positions import (
     positions_of,
     restarts,
 )
+from lightning_memkit.attention.refusals import MAYBE_OWN_MASK, OWN_ROWS, PackingRefusedError
 from lightning_memkit.attention.verified import refuse_what_differs
 from lightning_memkit.utilities.patching import Undo
 
@@ -48,6 +50,21 @@ def switch(model: Any, backend: Backend) -> Undo:
     _register()
     refuse_what_differs(model, lambda twin: _switched(twin, "loop"))
     return _switched(model, backend)
+
+
+def refusal_of(model: Any) -> PackingRefusedError | None:
+    """Why `switch` would refuse a model, or None; the model stays as it is. Costs what `switch` does."""
+    try:
+        _check(model)
+        _register()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing is known
+            refuse_what_differs(model, lambda twin: _switched(twin, "loop"))
+    except PackingRefusedError as error:
+        return error
+    except ValueError:  # with a message of several sentences, or the model's own
+        return PackingRefusedError(f"use_packed_attention refuses {type(model).__name__}")
+    return None
 
 
 def _switched(model: Any, backend: Backend) -> Undo:
@@ -77,24 +94,25 @@ def _check(model: Any) -> None:
     if str(model.config._attn_implementation).startswith(NAME):
         raise ValueError(f"{name} uses packed attention already; call the undo before you ask for it again.")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name} is an encoder with a decoder: queries face another sequence's keys, which packed attention does "
-            'not know. Give each document its own row: packing="none".'
+        raise PackingRefusedError(
+            f"{name} is an encoder with a decoder",
+            ": queries face another sequence's keys, which packed attention does not know.",
         )
     if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{name} computes its attention without transformers' attention interface, so it can't be replaced. "
-            'Call packed_attention in the model, or give each document its own row: packing="none".'
+        raise PackingRefusedError(
+            f"{name} computes its attention without transformers' interface",
+            ", so it can't be replaced.",
+            f"{OWN_ROWS} Or call packed_attention in the model's own code.",
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{name}.forward takes no position_ids: positions would run on from one document into the next. "
-            'Give each document its own row: packing="none".'
+        raise PackingRefusedError(
+            f"{name}.forward takes no position_ids",
+            ": positions would run on from one document into the next.",
         )
     if (carrier := _carries_tokens_on(model)) is not None:
-        raise ValueError(
-            f"{name} has {carrier}, where tokens of one document reach the next outside of attention. "
-            'Give each document its own row: packing="none".'
+        raise PackingRefusedError(
+            f"{name} has {carrier}",
+            ", where tokens of one document reach the next outside of attention.",
         )
 
 
@@ -197,9 +215,10 @@ def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     }
     found = pattern_of(forward.cu_seqlens, **asked)
     if found is None:
-        raise ValueError(
-            "Within a document this model's attention is neither causal nor in both directions, whole or in a sliding "
-            f"window; packed attention knows nothing else. {KEEP_OWN_MASK}"
+        raise PackingRefusedError(
+            "Within a document this model's attention is neither causal nor in both directions",
+            ", whole or in a sliding window; packed attention knows nothing else.",
+            MAYBE_OWN_MASK,
         )
     return PackedMask(forward=forward, causal=found[0], window=found[1])
 
@@ -219,9 +238,10 @@ def _attention(
     """The attention function; returns [batch, tokens, heads, head_dim], and no weights."""
     if not isinstance(attention_mask, PackedMask):
         if _running.get() is not None:
-            raise ValueError(
-                f"{type(module).__name__} gets a mask that its model makes by itself; documents would see each "
-                f"other. {KEEP_OWN_MASK}"
+            raise PackingRefusedError(
+                f"{type(module).__name__} gets a mask that its model makes by itself",
+                "; documents would see each other.",
+                MAYBE_OWN_MASK,
             )
         # The model's own attention, for evaluation with padding and for generation.
         function = original or sys.modules[type(module).__module__].eager_attention_forward
@@ -230,9 +250,10 @@ def _attention(
         return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} adds {name} to its scores, which packed attention does not know. "
-                f"{KEEP_OWN_MASK}"
+            raise PackingRefusedError(
+                f"{type(module).__name__} adds {name} to its scores",
+                ", which packed attention does not know.",
+                MAYBE_OWN_MASK,
             )
     out = packed_attention(
         query,

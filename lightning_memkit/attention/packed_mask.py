@@ -6,11 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_memkit.attention.door import Backend
-
-KEEP_OWN_MASK = (
-    "Let transformers mask this model's documents: don't switch it, pass position_ids and use_cache=False, and no "
-    "attention_mask. probe_contamination tells whether that keeps them apart."
-)
+from lightning_memkit.attention.refusals import MAYBE_OWN_MASK, PackingRefusedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +18,7 @@ class Forward:
     backend: Backend
 
 
-class MaskUsedError(ValueError, AttributeError):
+class MaskUsedError(PackingRefusedError, AttributeError):
     """A model's own code uses the mask as a tensor; also an AttributeError, so that `hasattr` works."""
 
 
@@ -41,8 +37,9 @@ class PackedMask:
 
     def _refuse(self, use: str) -> NoReturn:
         raise MaskUsedError(
-            f"The model's own code uses its attention mask as a tensor ({use}), and packed documents have none: only "
-            f"the attention knows where they end. {KEEP_OWN_MASK}"
+            f"The model's own code uses its attention mask as a tensor ({use})",
+            ", and packed documents have none: only the attention knows where they end.",
+            MAYBE_OWN_MASK,
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memkit.attention.refusals import MAYBE_OWN_MASK, OWN_MASK, OWN_ROWS, PackingRefusedError
 from lightning_memkit.attention.twin import tokens_for, twin_of
 
 Switch = Callable[[Any], Callable[[], None]]
@@ -19,7 +20,6 @@ _ROWS, _LENGTH = 2, 16
 _TOLERANCE = (
     1e-4  # of the largest value, in float32: rounding is a hundredth of this, a leak a hundred times as much
 )
-_REMEDY = 'Give each document its own row: packing="none".'
 
 
 def refuse_what_differs(model: Any, switch: Switch) -> None:
@@ -73,35 +73,59 @@ def _compared(name: str, twin: Any, switch: Switch) -> Exception | None:
     tokens = tokens_for(twin, _ROWS * _LENGTH)
     alone = [_outputs(twin(tokens[None, begin:end]), 1, end - begin) for begin, end in pairwise(_BOUNDS)]
     if not any(alone):
-        return ValueError(
-            f"{name} has no output for every token but one for a row, and a packed row holds several documents. "
-            f"{_REMEDY}"
+        return PackingRefusedError(
+            f"{name} has no output for every token but one for a row",
+            ", and a packed row holds several documents.",
         )
-    switch(twin)
-    bounds = torch.tensor(_BOUNDS, dtype=torch.int32)
+    undo = switch(twin)
+    rows, bounds = tokens.view(_ROWS, _LENGTH), torch.tensor(_BOUNDS, dtype=torch.int32)
     try:
-        output = twin(tokens.view(_ROWS, _LENGTH), cu_seqlens=bounds)
+        output = twin(rows, cu_seqlens=bounds)
+    except PackingRefusedError as error:
+        if error.remedy != MAYBE_OWN_MASK:
+            return error
+        undo()
+        remedy = f"{OWN_ROWS} {OWN_MASK}." if _masks_by_itself(twin, rows, alone) else OWN_ROWS
+        return PackingRefusedError(error.reason, error.more, remedy)
     except ValueError as error:
         return error
     except Exception as error:
-        return ValueError(f"{name} fails on packed documents: {type(error).__name__}: {error}. {_REMEDY}")
-    packed = _outputs(output, _ROWS, _LENGTH)
+        return PackingRefusedError(f"{name} fails on packed documents", f": {type(error).__name__}: {error}.")
+    worst, at = _difference(_outputs(output, _ROWS, _LENGTH), alone)
+    if worst != worst:
+        return RuntimeError("its outputs are not finite")
+    if worst <= _TOLERANCE:
+        return None
+    return PackingRefusedError(
+        f"{name} computes a packed document otherwise than alone",
+        f": on a small copy of it the output of tokens {_BOUNDS[at]} to {_BOUNDS[at + 1] - 1} differs by {worst:.1g} "
+        "of the largest value. Something beside attention mixes tokens, or counts their places in the row.",
+    )
+
+
+def _masks_by_itself(twin: Any, rows: Tensor, alone: list[dict[str, Tensor]]) -> bool:
+    """Whether a model keeps documents apart whose positions it is given, without a cache."""
+    sizes = [end - begin for begin, end in pairwise(_BOUNDS)]
+    positions = torch.cat([torch.arange(size) for size in sizes]).view(_ROWS, _LENGTH)
+    try:
+        output = twin(rows, position_ids=positions, use_cache=False)
+    except Exception:  # it takes no such argument
+        return False
+    return _difference(_outputs(output, _ROWS, _LENGTH), alone)[0] <= _TOLERANCE
+
+
+def _difference(packed: dict[str, Tensor], alone: list[dict[str, Tensor]]) -> tuple[float, int]:
+    """How far packed documents are from those alone, relative to the largest value (nan if any is), and which is."""
     worst, at = 0.0, 0
     for number, (begin, end) in enumerate(pairwise(_BOUNDS)):
         for key in packed.keys() & alone[number].keys():
             expected = alone[number][key][0]
             if not bool(expected.isfinite().all()):
-                return RuntimeError("its outputs are not finite")
+                return float("nan"), number
             difference = (packed[key].flatten(0, 1)[begin:end] - expected).abs().max() / expected.abs().max()
             if not float(difference) <= worst:
                 worst, at = float(difference), number
-    if worst <= _TOLERANCE:
-        return None
-    return ValueError(
-        f"{name} computes a packed document otherwise than alone: on a small copy of it the output of tokens "
-        f"{_BOUNDS[at]} to {_BOUNDS[at + 1] - 1} differs by {worst:.1g} of the largest value. Something beside "
-        f"attention mixes tokens, or counts their places in the row. {_REMEDY}"
-    )
+    return worst, at
 
 
 def _outputs(output: Any, rows: int, length: int) -> dict[str, Tensor]:

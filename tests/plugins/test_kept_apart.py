@@ -256,3 +256,47 @@ def test_whoever_asks_not_to_be_probed_is_left_alone() -> None:
     trainer().test(module, datamodule=given, verbose=False)
     batches: Any = given.test_dataloader()
     assert len(module.losses) == len(batches)
+
+
+CAN_NOT_BE_PACKED: dict[str, tuple[dict[str, Any], str]] = {
+    "BloomForCausalLM": ({"hidden_size": 16, "n_layer": 1, "n_head": 2}, "without transformers' interface"),
+    "GPTJForCausalLM": ({"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}, "without transformers' interface"),
+    "BartForCausalLM": (
+        {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16},
+        r"\.forward takes no position_ids",
+    ),
+    "GptOssForCausalLM": (
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4},
+        "GptOssAttention adds s_aux to its scores",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAN_NOT_BE_PACKED)
+def test_where_packed_attention_is_refused_the_error_names_what_works(name: str) -> None:
+    """And that works: each document in its own row."""
+    options, reason = CAN_NOT_BE_PACKED[name]
+    cls = getattr(transformers, name)
+
+    class Its(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = cls(cls.config_class(vocab_size=64, pad_token_id=0, eos_token_id=1, **options))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False).loss
+
+    module = Its()
+    own = attention_of(module)
+    rule = rf'{reason}: give each document its own row, packing="none" \(data\.init_args\.packing: none\)\.$'
+    with pytest.raises(ContaminationError, match=rule) as caught:
+        trainer(max_steps=2).fit(module, datamodule=data())
+    assert "use_packed_attention" not in str(caught.value)
+    assert len(str(caught.value)) <= 3 * 120
+    assert attention_of(module) == own
+    assert not module.model._forward_pre_hooks
+    given = PackedDataModule({"train": DOCUMENTS}, context=32, batch_size=4, packing="none")
+    fitted = trainer(max_steps=2)
+    fitted.fit(module, datamodule=given)
+    assert fitted.global_step == 2

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lightning_memkit.data.sources.checksums import checksum_of, crc_of
 
 _LONG = 64  # tokens per span
+_AT_ONCE = 2**22  # tokens that are copied while the largest label is searched for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,19 @@ class TokenStore:
     def vocabulary(self) -> int:
         """An upper bound (exclusive) of the token ids; 0 if there are no tokens."""
         return int(self.tokens.max()) + 1 if len(self.tokens) else 0
+
+    @cached_property
+    def labels(self) -> int:
+        """An upper bound (exclusive) of the tokens that are labels: not a document's first, and not masked."""
+        bound, firsts = 0, self.offsets[:-1]
+        for begin in range(0, len(self.tokens), _AT_ONCE):
+            end = min(begin + _AT_ONCE, len(self.tokens))
+            tokens = np.array(self.tokens[begin:end])
+            if self.learned is not None:
+                tokens[~self.learned[begin:end]] = 0
+            tokens[firsts[np.searchsorted(firsts, begin) : np.searchsorted(firsts, end)] - begin] = 0
+            bound = max(bound, int(tokens.max()) + 1)
+        return bound
 
     @cached_property
     def checksum(self) -> str:

@@ -1,12 +1,13 @@
-"""Refuses token ids without a row in a model's embedding: on a GPU a kernel's assertion fails without a name."""
+"""Refuses token ids without a row in a model's table: on a GPU a kernel's assertion fails without a name."""
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memkit.utilities.patching import Undo
+from lightning_memkit.data.sources.lookups import KnownIds, Lookups, too_few
+from lightning_memkit.utilities.patching import Undo, replace_method
+
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def refuse_ids_beyond_embedding(module: nn.Module, ids: int, tokenizer: str) -> None:
@@ -23,53 +24,57 @@ def refuse_ids_beyond_embedding(module: nn.Module, ids: int, tokenizer: str) -> 
     for name, rows in _embeddings(module):
         if rows < ids:
             raise ValueError(
-                f"{_too_few(f'the embedding of {name}', rows, ids, tokenizer)} (a loaded one: "
+                f"{too_few(f'the embedding of {name}', rows, ids, tokenizer)} (a loaded one: "
                 f"resize_token_embeddings({ids})), or take its tokenizer."
             )
 
 
-def watch_embeddings(module: nn.Module, ids: int, tokenizer: str) -> Undo:
-    """Name any embedding that is given an id beyond its rows, before torch fails on it; returns the undo.
+def watch_lookups(module: nn.Module, step: str, known: KnownIds) -> Undo:
+    """Name what has too few rows or classes for the data's token ids, before torch fails on it; returns the undo.
 
-    Costs a look at the ids of each call, for which a GPU is waited for. Compiled modules are left alone: hooks
-    would have them compiled again.
+    Costs a look at the indices of each lookup, for which a GPU is waited for. Compiled modules are left alone: they
+    would be compiled again.
 
     Args:
-        module: its embeddings are watched, of any class of model.
-        ids: an upper bound (exclusive) of the documents' token ids; 0 if only those that are seen are known.
-        tokenizer: its name, for the message.
+        module: of any class; its embeddings are watched, and within its step all functions that look up.
+        step: the name of the method that is given the batch, such as ``training_step``.
+        known: the largest token id.
     """
-
-    def look(embedding: nn.Embedding, given: tuple[Any, ...], *, name: str) -> None:
-        looked_up = given[0] if given else None
-        if not isinstance(looked_up, Tensor) or isinstance(looked_up, FakeTensor) or not looked_up.numel():
-            return
-        if (largest := int(looked_up.max())) >= embedding.num_embeddings:
-            said = _too_few(
-                f"the embedding {name}", embedding.num_embeddings, max(ids, largest + 1), tokenizer
-            )
-            raise ValueError(f"{said}, or take its tokenizer.")
-
-    if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
+    if getattr(module, "_compiler_ctx", None) is not None or any(map(_is_compiled, module.modules())):
         return lambda: None
-    handles = [
-        part.register_forward_pre_hook(partial(look, name=name))
-        for name, part in module.named_modules()
+    lookups = Lookups(module, known)
+
+    def look(embedding: nn.Embedding, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor):
+            lookups.look(given[0], embedding.num_embeddings, embedding.weight)
+
+    def watched(instance: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        if instance is not module:  # a copy, which has this method, too
+            return plain(*args, **kwargs)
+        with lookups.within((*args, *kwargs.values()), follows=not _has_fast_path(module)):
+            return plain(*args, **kwargs)
+
+    undos = [replace_method(module, step, watched, like=getattr(module, step))]
+    undos += [
+        part.register_forward_pre_hook(look).remove
+        for part in module.modules()
         if isinstance(part, nn.Embedding)
     ]
 
     def undo() -> None:
-        for handle in handles:
-            handle.remove()
+        while undos:
+            undos.pop()()
 
     return undo
 
 
-def _too_few(embedding: str, rows: int, ids: int, tokenizer: str) -> str:
-    return (
-        f"Documents have token ids up to {ids - 1} (tokenizer={tokenizer!r}), and {embedding} has {rows} rows. Build "
-        f"the model with vocab_size={ids} or more"
-    )
+def _is_compiled(part: nn.Module) -> bool:
+    return type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+
+
+def _has_fast_path(module: nn.Module) -> bool:
+    """Whether something in it takes another kernel in evaluation, and not where torch functions are watched."""
+    return any(isinstance(part, _FAST) and not part.training for part in module.modules())
 
 
 def _embeddings(module: nn.Module, name: str = "") -> list[tuple[str, int]]:

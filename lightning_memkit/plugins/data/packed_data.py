@@ -230,7 +230,7 @@ class PackedDataModule(pl.LightningDataModule):
         look.tokenizer = self.tokenizer
         if module is not None and isinstance(rows, PackedRows):
             bound = max(rows.store.vocabulary, self.pad_id + 1)
-            look.bound = max(look.bound, bound)
+            look.add(rows.store, bound)
             refuse_ids_beyond_embedding(module, bound, self.tokenizer)
 
     def _read_shares(self, stage: str | None) -> None:
