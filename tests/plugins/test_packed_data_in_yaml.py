@@ -101,3 +101,14 @@ def test_a_file_that_is_no_source_is_refused_by_its_name(cli, name, content, mes
     with pytest.raises(ValueError, match=message) as refused:
         built(cli, {"source": name}).setup()
     assert len(str(refused.value)) < 360
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_list_of_files_is_the_files(cli, split):
+    files = [written("my.jsonl", "one"), written("other.jsonl", "two")]
+    data = built(cli, {"source": {"train": files} if split else files, **ALL})
+    assert texts(data) == {"one", "two"}
+
+
+def test_a_list_of_texts_is_the_texts(cli):
+    assert texts(built(cli, {"source": ["one|", "two words|"], **ALL})) == {"one", "two words"}

@@ -1,13 +1,16 @@
 """Reads any source's documents into one store of tokens, with the tokenizer that made them, if any."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_memkit.data.sources.file_names import name_of, named_files, names_a_file
 from lightning_memkit.data.sources.records import Encoder, kinds_of
 from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.source import Listed
 from lightning_memkit.data.sources.source_of import source_of
 from lightning_memkit.data.sources.store import TokenStore
 from lightning_memkit.data.sources.stream_source import first_record
@@ -42,7 +45,7 @@ class Corpus:
         """Read all documents of a source; mapped from the cache if the source's contents can be identified.
 
         Args:
-            source: ``python-stdlib``, a path, a table of the ``datasets`` package, texts, records, or token ids.
+            source: ``python-stdlib``, a path or several, a table of ``datasets``, texts, records, or token ids.
             verify: compare a cached file with its checksums.
 
         Raises:
@@ -50,7 +53,8 @@ class Corpus:
         """
         store = self._store(source, verify)
         if len(store.tokens) == 0:
-            what = f"The source {str(source)!r}" if isinstance(source, str | Path) else "The source"
+            files = [Path(source)] if isinstance(source, (str, Path)) else named_files(source)
+            what = f"The source {name_of(files)!r}" if files else "The source"
             raise ValueError(f"{what} holds {store.documents} documents and no token; give at least one.")
         return store
 
@@ -63,6 +67,11 @@ class Corpus:
         record = first_record(source)
         if record is None:
             raise ValueError("source gives no document; give at least one.")
+        if names_a_file(record) and os.path.exists(record):
+            raise ValueError(
+                f"source gives {os.fspath(record)!r} for a document, which is a file; give the documents that it "
+                "holds, or a list of files instead of a stream."
+            )
         tokenizer = self._tokenizer_for(record)
         self._tell_mixed(tokenizer)
         return tokenizer
@@ -79,7 +88,7 @@ class Corpus:
             records = read.records(part)
             tokenizer = self._tokenizer_for(records[0][1] if records else "")
         self._tell_mixed(tokenizer)
-        if tokenizer is None and not isinstance(source, (str, Path)) and read.columns(part) is None:
+        if tokenizer is None and isinstance(read, Listed):
             return token_store(source)
         encoder = Encoder(source=read, tokenizer=tokenizer, options=self.options.records)
         return tokenised(encoder, processes=self.options.processes, verify=verify)
