@@ -69,7 +69,7 @@ class ByteTokenizer:
             if conversation.texts is None:
                 raise ValueError(
                     'tokenizer="bytes" has no chat template, which messages need; give the name or the folder of a '
-                    "Hugging Face tokenizer that has one."
+                    "Hugging Face tokenizer that has one, or write a 'prompt' and its 'completion', which need none."
                 )
             prompt, completion = map(_utf8, conversation.texts)
             texts.append(prompt + completion)
