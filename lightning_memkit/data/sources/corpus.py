@@ -16,7 +16,8 @@ from lightning_memkit.data.sources.store import TokenStore
 from lightning_memkit.data.sources.stream_source import first_record
 from lightning_memkit.data.sources.token_records import token_store
 from lightning_memkit.data.sources.tokenising import tokenised
-from lightning_memkit.data.sources.tokenizers import Tokenizer, load_tokenizer
+from lightning_memkit.data.sources.tokenizers import Tokenizer, load_tokenizer, name_of_tokenizer
+from lightning_memkit.utilities.given import shortened
 
 SHARES = ("train", "validation", "test", "predict")
 
@@ -35,6 +36,9 @@ class Corpus:
     options: DocumentOptions
     tokenizer: Tokenizer | None = field(default=None, init=False)
     _first_is_ids: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizer_name = name_of_tokenizer(self.tokenizer_name)
 
     @property
     def pad_id(self) -> int:
@@ -114,6 +118,21 @@ class Corpus:
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_name)
         return self.tokenizer
+
+
+def refuse_no_source(source: Any) -> None:
+    """Raise for what can't be documents, or the sources of shares.
+
+    Raises:
+        ValueError: a key is no share, or a source is nothing, a number, bytes or an empty text.
+    """
+    for share, given in (shares_of(source) or {"": source}).items():
+        if given is None or given == "" or isinstance(given, (int, float, bytes)):
+            place = f"source[{share!r}]" if share else "source"
+            raise ValueError(
+                f"{place}={shortened(given)} is no source; give 'python-stdlib', the path of a file or folder, a list "
+                "of texts, records or token ids, or a mapping of such for train, validation, test and predict."
+            )
 
 
 def shares_of(source: Any) -> dict[str, Any] | None:

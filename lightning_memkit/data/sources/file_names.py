@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memkit.utilities.given import shortened
+
 _STDLIB = "python-stdlib"
 _ENDINGS = (
     ".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".feather", ".txt", ".md", ".csv", ".tsv",
     ".gz", ".zst", ".xz", ".bz2", ".zip",
 )  # fmt: skip
 _LONGEST = 4096  # characters of a path, on Linux
-_AT_MOST_SHOWN = 60
 
 
 def named_files(source: Any) -> list[Path] | None:
@@ -63,9 +64,3 @@ def name_of(files: Sequence[Path]) -> str:
     """What several files are called in errors and in the name of their cache."""
     more = len(files) - 1
     return files[0].name if not more else f"{files[0].name} and {more} more"
-
-
-def shortened(value: Any) -> str:
-    """A value's repr on one line, cut off if it is long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _AT_MOST_SHOWN else f"{text[:_AT_MOST_SHOWN]}..."

@@ -18,6 +18,7 @@ from lightning_memkit.data.sources.token_records import (
     store_of_records,
 )
 from lightning_memkit.data.sources.tokenizers import Tokenizer
+from lightning_memkit.utilities.given import shortened
 
 RecordKind = Literal["auto", "text", "messages", "prompt", "input_ids"]
 _ID_COLUMNS = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks")
@@ -41,6 +42,10 @@ class RecordOptions:
     mask_prompt: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text_field, str):
+            raise ValueError(
+                f"text_field={shortened(self.text_field)} is no name; give that of the field that holds the text."
+            )
         if self.kind not in get_args(RecordKind):
             raise ValueError(f"kind={self.kind!r} is unknown; choose one of {get_args(RecordKind)}.")
 
