@@ -57,8 +57,9 @@ class Corpus:
         """
         store = self._store(source, verify)
         if len(store.tokens) == 0:
-            files = [Path(source)] if isinstance(source, (str, Path)) else named_files(source)
-            what = f"The source {name_of(files)!r}" if files else "The source"
+            files = named_files(source)
+            name = str(source) if isinstance(source, (str, Path)) else name_of(files) if files else ""
+            what = f"The source {name!r}" if name else "The source"
             raise ValueError(f"{what} holds {store.documents} documents and no token; give at least one.")
         return store
 
