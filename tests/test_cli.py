@@ -190,6 +190,20 @@ DATA = "data: lightning_memkit.PackedDataModule"
             "data: batches of lightning_memkit.PackedDataModule has no option",
         ),
         ("data", {"documents": {"validation": 3}}, f"{DATA}: documents: validation=3.0 is outside [0, 1)"),
+        (
+            "data",
+            {"documents": "my.jsonl"},
+            f"{DATA}: documents='my.jsonl' is no mapping of options (text_field, ",
+        ),
+        (
+            "data",
+            {"documents": ["my.jsonl"]},
+            f"{DATA}: documents=['my.jsonl'] is no mapping of options (text_f",
+        ),
+        ("data", {"documents": None}, f"{DATA}: documents=None is no mapping of options (text_field, "),
+        ("data", {"batches": 4}, f"{DATA}: batches=4 is no mapping of options (num_workers, "),
+        ("data", {"tokenizer": None}, f"{DATA}: tokenizer=None is no name of a tokenizer; "),
+        ("data", {"source": None}, f"{DATA}: source=None is no source; "),
     ],
 )
 def test_an_error_inside_a_class_is_one_line_with_its_place(memkit, capsys, key, options, printed):

@@ -218,8 +218,30 @@ def test_what_a_template_does_not_know_is_refused_with_the_document(folders, rec
 
 
 def test_bytes_have_no_chat_template():
-    with pytest.raises(ValueError, match='tokenizer="bytes" has no chat template'):
+    with pytest.raises(
+        ValueError, match='document 0: tokenizer="bytes" has no chat template.*or write a .prompt. and'
+    ):
         read([{"messages": ONE}], "bytes")
+
+
+@pytest.mark.parametrize(
+    ("record", "fields"),
+    [
+        ({"instruction": "what is it", "output": "a small cat"}, r"'instruction' and 'output' \(Alpaca\)"),
+        ({"conversations": ONE}, r"'conversations' \(ShareGPT\)"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, r"'conversations' \(ShareGPT\)"),
+    ],
+)
+def test_an_error_about_messages_says_of_which_fields_they_were_made(record, fields):
+    with pytest.raises(ValueError, match=f"^the source, document 1, read as messages for its {fields}: "):
+        read([{"prompt": "a", "completion": "b"}, record], "bytes")
+
+
+@pytest.mark.parametrize("history", [None, "of another form"])
+def test_messages_of_its_own_are_read_as_nothing_else(history):
+    record = {"messages": ONE, "instruction": "sure", "output": "yes", "history": history}
+    with pytest.raises(ValueError, match="^the source, document 0: tokenizer"):
+        read([record], "bytes")
 
 
 def test_spans_are_of_the_text_and_hold_the_tokens_across_their_begin():

@@ -108,8 +108,12 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 )
 def test_an_empty_corpus_is_refused(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match="0 documents and no token; give at least one"):
+    with pytest.raises(ValueError, match=f"{name}' holds 0 documents and no token; give at least one"):
         read(tmp_path / name)
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "c.txt").write_text("")
+    with pytest.raises(ValueError, match=r"The source 'b.txt and 1 more' holds 0 documents"):
+        read([tmp_path / "b.txt", tmp_path / "c.txt"])
 
 
 def test_a_folder_without_a_source_in_it_says_so(tmp_path):

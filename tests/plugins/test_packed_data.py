@@ -284,7 +284,7 @@ def test_the_summary_begins_with_the_vocabulary(tmp_path):
         ({"packing": "ffd"}, "packing='ffd' is unknown"),
         ({"long_documents": "drop"}, "long_documents='drop' is unknown"),
         ({"batches": BatchOptions(num_workers=-1)}, "num_workers=-1 is below 0"),
-        ({"batches": BatchOptions(multiple_of=0)}, "multiple_of=0 is below 1"),
+        ({"batches": {"multiple_of": 0}}, "multiple_of=0 is below 1"),
     ],
 )
 def test_bad_options_are_refused_at_construction(options, message):

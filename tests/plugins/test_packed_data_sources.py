@@ -380,7 +380,7 @@ def test_yaml_builds_its_options(tmp_path):
         ({"batch_tokens": 0}, "batch_tokens=0 is below 1"),
         ({"padding": "most"}, "padding='most' is unknown"),
         ({"batches": BatchOptions(prefetch=0)}, "prefetch=0 is below 1"),
-        ({"batches": BatchOptions(host_memory="lots")}, "'lots' is not a size"),
+        ({"batches": {"host_memory": "lots"}}, "host_memory: 'lots' is not a size"),
     ],
 )
 def test_bad_options_are_refused_at_construction(options, message):

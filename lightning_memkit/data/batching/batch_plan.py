@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lightning_memkit.data.batching.collate import rounded_length
 from lightning_memkit.data.batching.dealing import DealOptions, deal_rows
 from lightning_memkit.data.packing.layout import Packing
+from lightning_memkit.utilities.given import refuse_no_number
 
 Padding = Literal["longest", "bucket"]
 _BITS = 4  # lengths within a bucket differ by at most a sixteenth
@@ -41,6 +42,8 @@ class PlanOptions:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "batch_tokens", "seed"):
+            refuse_no_number(name, getattr(self, name), or_none=name != "seed")
         if self.batch_size is None and self.batch_tokens is None:
             raise ValueError("batch_size and batch_tokens are both None; one of them limits a batch.")
         if self.batch_size is not None and self.batch_size < 1:

@@ -1,5 +1,6 @@
 """Packs the documents of each data split ("share": train, validation, test) into rows, or into a stream of them."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,12 @@ from lightning_memkit.data.batching.packed_rows import PackedRows
 from lightning_memkit.data.batching.stream_batches import Stream
 from lightning_memkit.data.packing.pack import LongDocuments, PackingMode, WorkLimit, pack
 from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.file_names import files_named_twice
 from lightning_memkit.data.sources.shares import deal_documents, drawn_documents
 from lightning_memkit.data.sources.store import TokenStore
 from lightning_memkit.data.sources.stream_source import StreamDocuments, check_stream, is_stream
+
+_SHOWN = 3  # files in a warning
 
 
 def vocabulary_of(corpus: Corpus, shares: Mapping[str, PackedRows | Stream]) -> int:
@@ -63,6 +67,13 @@ class SharePacking:
         if is_stream(source):
             wanted = {"train": True, "validation": documents.validation, "test": documents.test}
             return {share: self._stream(source, share) for share, part in wanted.items() if part}
+        if (twice := files_named_twice(source)) and documents.validation + documents.test:
+            warnings.warn(
+                f"source names {', '.join(twice[:_SHOWN])} more than once, and reads it as often: of its documents, "
+                "some are held out and trained on, too. Name it once, or give validation documents of their own: "
+                "source={'train': [...], 'validation': ...}.",
+                stacklevel=2,
+            )
         store = self.corpus.read(source, verify=self.verify)
         return {
             share: self._rows(share, store, numbers)

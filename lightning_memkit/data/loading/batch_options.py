@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from lightning_memkit.data.batching.collate import rounded_length
 from lightning_memkit.data.loading.host_memory import HostMemory, host_room, parse_room
+from lightning_memkit.utilities.given import refuse_no_number, refuse_no_truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,16 @@ class BatchOptions:
     host_memory: str | int = "auto"
     drop_last: bool = False
     multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "prefetch", "multiple_of"):
+            refuse_no_number(name, getattr(self, name))
+        refuse_no_truth("drop_last", self.drop_last)
+        rounded_length(1, 1, self.multiple_of)
+        try:
+            parse_room(self.host_memory)
+        except ValueError as error:
+            raise ValueError(f"host_memory: {error}") from None
 
     def room(self, processes: int) -> HostMemory | None:
         """The memory for batches under way if this many processes load; None without workers, which need none."""

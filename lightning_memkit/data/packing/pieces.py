@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_memkit.data.sources.store import offsets_of
+from lightning_memkit.utilities.given import refuse_no_number
 
 LongDocuments = Literal["error", "split", "truncate"]
 
@@ -32,6 +33,9 @@ class WorkLimit:
     linear: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("most", "linear"):
+            refuse_no_number(name, getattr(self, name))
+            object.__setattr__(self, name, int(getattr(self, name)))  # one of numpy's may overflow
         if self.linear < 0:
             raise ValueError(f"linear={self.linear} is below 0; 0 counts attention alone.")
         if self.most < 1 + self.linear:
@@ -84,6 +88,8 @@ class RowLimits:
     work: WorkLimit | None = None
 
     def __post_init__(self) -> None:
+        refuse_no_number("context", self.context)
+        object.__setattr__(self, "context", int(self.context))  # one of numpy's has no bit_length
         if self.context < 1:
             raise ValueError(
                 f"context={self.context} is below 1; it is the number of tokens that a row can hold."

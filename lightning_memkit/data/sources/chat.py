@@ -99,6 +99,22 @@ def with_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**record, "messages": messages}
 
 
+def made_of(record: Any) -> str:
+    """The fields of another chat format that a record's messages were made of; empty if they are its own."""
+    if not isinstance(record, Mapping) or "messages" not in record:
+        return ""
+    without = {name: value for name, value in record.items() if name != "messages"}
+    try:
+        made = with_messages(without).get("messages")
+    except ValueError:
+        return ""
+    if made != record["messages"]:
+        return ""
+    return (
+        "'conversations' (ShareGPT)" if "conversations" in record else "'instruction' and 'output' (Alpaca)"
+    )
+
+
 def _earlier(history: Any) -> list[tuple[str, str]]:
     """The pairs of question and answer before an instruction."""
     pairs = [tuple(pair) for pair in history or () if isinstance(pair, (list, tuple))]

@@ -1,19 +1,23 @@
 """Reads any source's documents into one store of tokens, with the tokenizer that made them, if any."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_memkit.data.sources.file_names import name_of, named_files, names_a_file
 from lightning_memkit.data.sources.records import Encoder, kinds_of
 from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.source import Listed
 from lightning_memkit.data.sources.source_of import source_of
 from lightning_memkit.data.sources.store import TokenStore
 from lightning_memkit.data.sources.stream_source import first_record
 from lightning_memkit.data.sources.token_records import token_store
 from lightning_memkit.data.sources.tokenising import tokenised
-from lightning_memkit.data.sources.tokenizers import Tokenizer, load_tokenizer
+from lightning_memkit.data.sources.tokenizers import Tokenizer, load_tokenizer, name_of_tokenizer
+from lightning_memkit.utilities.given import shortened
 
 SHARES = ("train", "validation", "test", "predict")
 
@@ -33,6 +37,9 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, init=False)
     _first_is_ids: bool | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.tokenizer_name = name_of_tokenizer(self.tokenizer_name)
+
     @property
     def pad_id(self) -> int:
         """The token that fills the end of a row."""
@@ -42,7 +49,7 @@ class Corpus:
         """Read all documents of a source; mapped from the cache if the source's contents can be identified.
 
         Args:
-            source: ``python-stdlib``, a path, a table of the ``datasets`` package, texts, records, or token ids.
+            source: ``python-stdlib``, a path or several, a table of ``datasets``, texts, records, or token ids.
             verify: compare a cached file with its checksums.
 
         Raises:
@@ -50,7 +57,9 @@ class Corpus:
         """
         store = self._store(source, verify)
         if len(store.tokens) == 0:
-            what = f"The source {str(source)!r}" if isinstance(source, str | Path) else "The source"
+            files = named_files(source)
+            name = str(source) if isinstance(source, (str, Path)) else name_of(files) if files else ""
+            what = f"The source {name!r}" if name else "The source"
             raise ValueError(f"{what} holds {store.documents} documents and no token; give at least one.")
         return store
 
@@ -63,6 +72,11 @@ class Corpus:
         record = first_record(source)
         if record is None:
             raise ValueError("source gives no document; give at least one.")
+        if names_a_file(record) and os.path.exists(record):
+            raise ValueError(
+                f"source gives {os.fspath(record)!r} for a document, which is a file; give the documents that it "
+                "holds, or a list of files instead of a stream."
+            )
         tokenizer = self._tokenizer_for(record)
         self._tell_mixed(tokenizer)
         return tokenizer
@@ -79,7 +93,7 @@ class Corpus:
             records = read.records(part)
             tokenizer = self._tokenizer_for(records[0][1] if records else "")
         self._tell_mixed(tokenizer)
-        if tokenizer is None and not isinstance(source, (str, Path)) and read.columns(part) is None:
+        if tokenizer is None and isinstance(read, Listed):
             return token_store(source)
         encoder = Encoder(source=read, tokenizer=tokenizer, options=self.options.records)
         return tokenised(encoder, processes=self.options.processes, verify=verify)
@@ -105,6 +119,21 @@ class Corpus:
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_name)
         return self.tokenizer
+
+
+def refuse_no_source(source: Any) -> None:
+    """Raise for what can't be documents, or the sources of shares.
+
+    Raises:
+        ValueError: a key is no share, or a source is nothing, a number, bytes or an empty text.
+    """
+    for share, given in (shares_of(source) or {"": source}).items():
+        if given is None or given == "" or isinstance(given, (int, float, bytes)):
+            place = f"source[{share!r}]" if share else "source"
+            raise ValueError(
+                f"{place}={shortened(given)} is no source; give 'python-stdlib', the path of a file or folder, a list "
+                "of texts, records or token ids, or a mapping of such for train, validation, test and predict."
+            )
 
 
 def shares_of(source: Any) -> dict[str, Any] | None:

@@ -74,11 +74,10 @@ def _why_unreadable(line: bytes, error: ValueError) -> str:
 
 
 class Texts(Source):
-    """A ``.txt`` file whose documents are separated by blank lines, or a folder of files with one document each."""
+    """``.txt`` files, concatenated; blank lines separate documents, unless each file is ``whole``: one document."""
 
-    def __init__(self, path: Path) -> None:
-        self.name, self._path = path.name, path
-        self._files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    def __init__(self, files: list[Path], name: str, *, whole: bool = False) -> None:
+        self.name, self._files, self._whole = name, files, whole
         self.work = sum(file.stat().st_size for file in self._files)
         self.identity = [file_identity(file) for file in self._files]
 
@@ -106,4 +105,4 @@ class Texts(Source):
                 raise ValueError(
                     f"{file.name} is not UTF-8 (byte {error.start}); convert it, or leave it out."
                 ) from None
-            yield from [text] if self._path.is_dir() else _BLANK_LINES.split(text)
+            yield from [text] if self._whole else _BLANK_LINES.split(text)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, TypeVar, get_args
 
-from lightning_memkit.data.sources.chat import conversation_of, with_messages
+from lightning_memkit.data.sources.chat import conversation_of, made_of, with_messages
 from lightning_memkit.data.sources.columns import flat_column
 from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 from lightning_memkit.data.sources.store import TokenStore, joined
@@ -18,6 +18,7 @@ from lightning_memkit.data.sources.token_records import (
     store_of_records,
 )
 from lightning_memkit.data.sources.tokenizers import Tokenizer
+from lightning_memkit.utilities.given import shortened
 
 RecordKind = Literal["auto", "text", "messages", "prompt", "input_ids"]
 _ID_COLUMNS = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks")
@@ -41,6 +42,10 @@ class RecordOptions:
     mask_prompt: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text_field, str):
+            raise ValueError(
+                f"text_field={shortened(self.text_field)} is no name; give that of the field that holds the text."
+            )
         if self.kind not in get_args(RecordKind):
             raise ValueError(f"kind={self.kind!r} is unknown; choose one of {get_args(RecordKind)}.")
 
@@ -112,11 +117,13 @@ class Encoder:
         try:
             return make(items, group[0][0])
         except ValueError as of_all:
-            for (number, _), item in zip(group, items, strict=True):
+            for (number, record), item in zip(group, items, strict=True):
                 try:
                     make([item], number)
                 except ValueError as error:
-                    raise ValueError(f"{self.source.where(part, number)}: {error}") from None
+                    where, fields = self.source.where(part, number), made_of(record)
+                    read_as = f", read as messages for its {fields}" if fields else ""
+                    raise ValueError(f"{where}{read_as}: {error}") from None
             raise ValueError(f"{part.file or self.source.name}: {of_all}") from None
 
     def _of_columns(self, table: Any, part: SourcePart) -> TokenStore:

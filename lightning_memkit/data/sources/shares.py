@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from lightning_memkit.data.sources.records import RecordKind, RecordOptions
 from lightning_memkit.utilities.errors import NoEffectWarning
+from lightning_memkit.utilities.given import refuse_no_number, refuse_no_truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,12 @@ class DocumentOptions:
     kept_apart: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("mask_prompt", "kept_apart"):
+            refuse_no_truth(name, getattr(self, name))
+        for name in ("limit", "seed", "processes"):
+            refuse_no_number(name, getattr(self, name), or_none=name != "seed")
         for name in ("validation", "test"):
+            refuse_no_number(name, getattr(self, name), whole=False)
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value} is outside [0, 1); for 5 % write 0.05.")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lightning_memkit.data.sources.file_names import name_of, named_files
 from lightning_memkit.data.sources.files import JsonLines, Texts
 from lightning_memkit.data.sources.source import Listed, Source
 from lightning_memkit.data.sources.standard_library import StandardLibrary
@@ -13,10 +14,18 @@ from lightning_memkit.data.sources.tables import is_table, table_of_dataset, tab
 
 _TABLES = (".parquet", ".arrow")
 _ENDINGS = (".jsonl", ".txt", *_TABLES)
+_WRITE_IT = "Write its documents into one of these."
+_OBJECTS = "Write it as .jsonl: an object a line."
+_UNPACK = "Unpack it first."
+_REMEDIES = {
+    **dict.fromkeys((".json", ".csv", ".tsv"), _OBJECTS),
+    **dict.fromkeys((".gz", ".zip", ".zst", ".xz", ".bz2"), _UNPACK),
+    ".ndjson": "Rename it to .jsonl.",
+}
 
 
 def source_of(source: Any) -> Source:
-    """The source for ``python-stdlib``, a path, a table of the ``datasets`` package, or a list of texts or records.
+    """The source for ``python-stdlib``, a path, a table of ``datasets``, or a list of files, texts or records.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -31,6 +40,8 @@ def source_of(source: Any) -> Source:
         return table_of_dataset(source)
     if hasattr(source, "iloc") and getattr(source, "ndim", 2) == 1:
         source = source.tolist()  # a pandas Series has numbers of its own
+    if files := named_files(source):
+        return _of_listed(files)
     _refuse_unnumbered(source)
     # A torch IterableDataset has a `__getitem__`, too, but it raises.
     return Listed(list(source) if isinstance(source, IterableDataset) else source)
@@ -55,16 +66,41 @@ def _refuse_unnumbered(source: Any) -> None:
 def _of_path(path: Path) -> Source:
     if path.is_dir():
         return _of_folder(path)
+    _refuse_unreadable(path)
+    return _of_files([path], path.name)
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """Raise for what is no file of a known kind."""
     if not path.exists():
+        pattern = "; patterns are not expanded: give the folder" if set(path.name) & {*"*?["} else ""
         raise FileNotFoundError(
-            f"{str(path)!r} is neither a file nor a folder; a source is 'python-stdlib', the path of a .jsonl, "
-            ".parquet, .arrow or .txt file, a folder of them, or an object with input_ids."
+            f"{str(path)!r} is neither a file nor a folder{pattern}; a source is 'python-stdlib', the path of a "
+            ".jsonl, .parquet, .arrow or .txt file, a folder of them, or an object with input_ids."
         )
     if path.suffix not in _ENDINGS:
         raise ValueError(
-            f"{path.name} ends in {path.suffix!r}; a source ends in .jsonl or .txt, or in .parquet or .arrow."
+            f"{path.name} ends in {path.suffix!r}; a source ends in .jsonl or .txt, or in .parquet or .arrow. "
+            f"{_REMEDIES.get(path.suffix.lower(), _WRITE_IT)}"
         )
-    return Texts(path) if path.suffix == ".txt" else _of_files([path], path.name)
+
+
+def _of_listed(files: list[Path]) -> Source:
+    """The documents of several files, in the order of the list."""
+    for path in files:
+        if path.is_dir() or str(path) == "python-stdlib":
+            raise ValueError(
+                f"source is a list, and {str(path)!r} in it is {'a folder' if path.is_dir() else 'no file'}; a list "
+                f"names files. Give source={str(path)!r} by itself, or the files."
+            )
+        _refuse_unreadable(path)
+    kinds = sorted({file.suffix for file in files})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"source is a list of {' and '.join(kinds)} files; give files of one kind, or a mapping with one kind for "
+            "each of train, validation and test."
+        )
+    return _of_files(files, name_of(files))
 
 
 def _of_folder(path: Path) -> Source:
@@ -79,8 +115,10 @@ def _of_folder(path: Path) -> Source:
         raise ValueError(
             f"The folder {path.name!r} holds {' and '.join(kinds)} files; give a folder of one kind."
         )
-    return Texts(path) if kinds == [".txt"] else _of_files(files, path.name)
+    return Texts(files, path.name, whole=True) if kinds == [".txt"] else _of_files(files, path.name)
 
 
 def _of_files(files: list[Path], name: str) -> Source:
+    if files[0].suffix == ".txt":
+        return Texts(files, name)
     return JsonLines(files, name) if files[0].suffix == ".jsonl" else table_of_files(files, name)

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from lightning_memkit.data.sources.chat import Conversation, Span, learned_tokens, rendered
 from lightning_memkit.data.sources.store import TokenStore, offsets_of, token_type
 from lightning_memkit.utilities.errors import MissingPackageError
+from lightning_memkit.utilities.given import shortened
 
 _TEXTS_AT_ONCE = 1000
 _MOST_SHOWN, _MOST_CHARACTERS = 8, 300  # entries of a folder, and of transformers' reason, in an error
@@ -69,7 +70,7 @@ class ByteTokenizer:
             if conversation.texts is None:
                 raise ValueError(
                     'tokenizer="bytes" has no chat template, which messages need; give the name or the folder of a '
-                    "Hugging Face tokenizer that has one."
+                    "Hugging Face tokenizer that has one, or write a 'prompt' and its 'completion', which need none."
                 )
             prompt, completion = map(_utf8, conversation.texts)
             texts.append(prompt + completion)
@@ -238,6 +239,27 @@ def _what_is_there(name: str, error: Exception) -> str:
         beside = f"; in {folder.parent} are {', '.join(there[:_MOST_SHOWN])}" if there else ""
         return f"There is no such folder{beside}."
     return f"There is no such folder here, and transformers says: {said}"
+
+
+def name_of_tokenizer(given: Any) -> str:
+    """The name or path of a tokenizer, as a text.
+
+    Raises:
+        ValueError: it is neither, such as a tokenizer itself.
+    """
+    if isinstance(given, (str, Path)) and str(given).strip():
+        return str(given)
+    own_name = getattr(given, "name_or_path", None)
+    if isinstance(own_name, str) and own_name:
+        remedy = f"write tokenizer={own_name!r}, or the folder to which you save it"
+    elif isinstance(given, int):
+        remedy = f"the argument after the source is the tokenizer: name the others, as in context={given}"
+    else:
+        remedy = (
+            'write "bytes", or the name or folder of a Hugging Face tokenizer; to use another one, give the '
+            "token ids that it makes as the source, with any tokenizer here"
+        )
+    raise ValueError(f"tokenizer={shortened(given)} is no name of a tokenizer; {remedy}.")
 
 
 def load_tokenizer(name: str) -> Tokenizer:

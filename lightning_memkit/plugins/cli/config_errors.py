@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -19,11 +20,13 @@ import lightning_memkit
 from lightning_memkit.plugins.asked import splits_batches
 from lightning_memkit.plugins.cli._build_target import class_of, entries
 from lightning_memkit.plugins.cli._config_places import belongs_elsewhere, nearest_of_ours, takes_classes
+from lightning_memkit.utilities.given import no_options, shortened
 
 _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
 _BUILDERS = ("jsonargparse", "lightning.pytorch.cli", "lightning_memkit.plugins.cli.memkit_cli")
 _FORM = "write class_path: NAME and, beside it, init_args: with the options of that class"
+_NO_MAPPING = "argument after ** must be a mapping"  # of Python, for an option's place that has a list, say
 _FEW_OPTIONS = 12  # with more, the message does not list them; see --help
 _MOST_CHARACTERS = 1_000  # of a class's own message
 
@@ -66,6 +69,8 @@ def refused_by_a_class(error: Exception, config: Mapping[str, Any]) -> ConfigErr
     if not str(error).startswith(_UNION):
         return None
     cause = _innermost(error)
+    if _NO_MAPPING in str(cause) and (group := next(_groups_without_options(config), None)):
+        return ConfigError(group)
     refused = _class_built_in(cause.__traceback__)
     if cause is error or refused is None:
         return ConfigError(explain(str(error)))
@@ -151,6 +156,8 @@ def _cause_in_class(path: str, text: str) -> str:
         return _unknown(match[1], _options(cls), owner=path)
     if match := re.fullmatch(r"Group '([^']+)' does not accept option '([^']+)'", text):
         return _unknown(match[2], _options(_hints(cls).get(match[1])), owner=f"{match[1]} of {path}")
+    if match := re.match(r"Parser key \"([^\"]+)\":\s*Unable to load config (.*)", text):
+        return f"{path}: {no_options(match[1], match[2], _options(_hints(cls).get(match[1])) or ['option'])}"
     name = path.rpartition(".")[2]
     if cls is None and path.startswith("lightning_memkit.") and name in lightning_memkit.__all__:
         return f"{path}: {text}; write lightning_memkit.{name}, which stays where it is"
@@ -226,27 +233,36 @@ def _class_built_in(trace: TracebackType | None) -> type | None:
     return None
 
 
-def _class_paths(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every class path of a config with its key, in order; items of a list share the list's key."""
+def _classes(config: Any, key: str = "") -> Iterator[tuple[str, str, Any]]:
+    """The key, path and arguments of every class of a config, in order; items of a list share the list's key."""
     if isinstance(config, (list, tuple)):
         for item in config:
-            yield from _class_paths(item, key)
+            yield from _classes(item, key)
     elif isinstance(config, (Namespace, dict)):
         items = vars(config) if isinstance(config, Namespace) else config
         if isinstance(items.get("class_path"), str):
-            yield key, items["class_path"]
+            yield key, items["class_path"], items.get("init_args") or {}
         for name, value in items.items():
             inner = name if not key else key if name == "init_args" else f"{key}.{name}"
-            yield from _class_paths(value, inner)
+            yield from _classes(value, inner)
 
 
 def _places(config: Any, refused: type) -> Iterator[str]:
     """The keys at which a class occurs in a config: as a class path, or as the type of an option."""
-    for key, path in _class_paths(config):
+    for key, path, _ in _classes(config):
         cls = _imported(path)
         if cls is refused:
             yield f"{key}: {path}"
         yield from (f"{key}: {path}: {option}" for option, hint in _hints(cls).items() if hint is refused)
+
+
+def _groups_without_options(config: Any) -> Iterator[str]:
+    """What to write where an option's place in a config has a value and no mapping, which jsonargparse lets pass."""
+    for key, path, given in _classes(config):
+        for option, hint in _hints(_imported(path)).items():
+            value = given.get(option, hint)
+            if is_dataclass(hint) and value is not hint and not isinstance(value, (Namespace, Mapping)):
+                yield f"{key}: {path}: {no_options(option, shortened(value), _options(hint))}"
 
 
 def _at_most(text: str, characters: int = _MOST_CHARACTERS) -> str:

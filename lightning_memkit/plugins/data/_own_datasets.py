@@ -1,6 +1,7 @@
 """The kinds of sources for documents, and the data sets of any LightningDataModule's loaders."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import lightning.pytorch as pl
@@ -28,8 +29,11 @@ class Shares(TypedDict, total=False):
     predict: Any
 
 
-# `Shares` must come before datamodules: LightningCLI tries the types in this order.
-Source = str | Shares | pl.LightningDataModule | Sequence[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
+# `Shares` must come before datamodules: LightningCLI tries the types in this order. `Path` is what makes the path of a
+# file a value: of a type that may be a class jsonargparse reads the file as a config, unless it may be a path, too.
+Source = (
+    str | Path | Shares | pl.LightningDataModule | Sequence[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
+)
 
 
 def own_datasets(

@@ -9,23 +9,23 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.data.batching.batch_plan import Padding
-from lightning_memkit.data.batching.collate import full_batch, rounded_length
+from lightning_memkit.data.batching.collate import full_batch
 from lightning_memkit.data.batching.share_packing import SharePacking, vocabulary_of
 from lightning_memkit.data.batching.stream_batches import Stream
 from lightning_memkit.data.batching.summary import summary_line
 from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.loading.copy_ahead import pinning_helps
-from lightning_memkit.data.loading.host_memory import parse_room
 from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
 from lightning_memkit.data.loading.stream_loader import StreamLoader
 from lightning_memkit.data.packing.pack import LongDocuments, PackingMode, WorkLimit, pack
-from lightning_memkit.data.sources.corpus import Corpus, shares_of
+from lightning_memkit.data.sources.corpus import Corpus, refuse_no_source, shares_of
 from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.data.sources.stream_source import is_stream
 from lightning_memkit.data.sources.tokenizers import load_tokenizer
 from lightning_memkit.data.sources.vocabulary import refuse_ids_beyond_embedding
 from lightning_memkit.plugins.data._own_callbacks import OwnCallbacks
 from lightning_memkit.plugins.data._own_datasets import Source, own_datasets
+from lightning_memkit.utilities.given import given_options
 
 _ROWS = 16  # of a batch, if nothing else limits it
 Loader = PackedLoader | StreamLoader
@@ -42,9 +42,9 @@ class PackedDataModule(pl.LightningDataModule):
 
     Args:
         source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,
-            ``.parquet``, ``.arrow`` or ``.txt`` file (documents between blank lines), or a folder of them (each
-            ``.txt`` file a document); a table of the ``datasets`` package; texts, records or sequences of token ids;
-            an iterable without a length, or a function that returns one (``packing="stream"``); another
+            ``.parquet``, ``.arrow`` or ``.txt`` file (documents between blank lines), a list of such paths, or a
+            folder (each ``.txt`` file a document); a table of the ``datasets`` package; texts, records or sequences
+            of token ids; an iterable without a length, or a function that returns one (``packing="stream"``); another
             LightningDataModule, whose data sets are packed; or a mapping that gives one of these for ``train``,
             ``validation``, ``test`` and ``predict``.
         tokenizer: ``bytes`` (vocabulary 259), or the name or path of a Hugging Face tokenizer. Token ids are
@@ -55,12 +55,12 @@ class PackedDataModule(pl.LightningDataModule):
             time; ``none`` gives each document its own row.
         long_documents: What becomes of a document longer than the context: ``error`` refuses it, ``split``
             makes chunks of it, ``truncate`` drops its end. The summary at setup counts them.
-        documents: Which documents are read, and for which split.
-        batches: How rows become batches.
+        documents: Which documents are read, and for which split; or a mapping of these options.
+        batches: How rows become batches; or a mapping of these options.
         padding: ``longest`` combines any rows in a batch, ``bucket`` rows of similar length; both pad to the
             longest row.
         batch_tokens: The most tokens a step and rank, including padding: batches of shorter rows hold more
-            rows.
+            rows. Beside a ``batch_size``, both are limits.
         work_limit: Also limits the attention work of each row, so that rows take equal time;
             ``long_documents`` applies to a document that exceeds it.
 
@@ -85,22 +85,21 @@ class PackedDataModule(pl.LightningDataModule):
         work_limit: WorkLimit | None = None,
     ) -> None:
         super().__init__()
-        # Packing nothing checks the options now instead of at setup.
-        pack([], context, packing=packing, long_documents=long_documents, work_limit=work_limit)
-        rounded_length(context, context, batches.multiple_of)
-        parse_room(batches.host_memory)
+        refuse_no_source(source)
         self.source = source
-        self.tokenizer = tokenizer
+        self.documents = given_options("documents", documents, DocumentOptions)
+        self.batches = given_options("batches", batches, BatchOptions)
+        self.work_limit = None if work_limit is None else given_options("work_limit", work_limit, WorkLimit)
+        self._corpus = Corpus(tokenizer_name=tokenizer, options=self.documents)
+        self.tokenizer = self._corpus.tokenizer_name
+        # Packing nothing checks the options now instead of at setup.
+        pack([], context, packing=packing, long_documents=long_documents, work_limit=self.work_limit)
         self.context = context
         self.batch_size = _ROWS if batch_size is None and batch_tokens is None else batch_size
         self.packing: PackingMode = packing
         self.long_documents: LongDocuments = long_documents
-        self.documents = documents
-        self.batches = batches
         self.padding: Padding = padding
         self.batch_tokens = batch_tokens
-        self.work_limit = work_limit
-        self._corpus = Corpus(tokenizer_name=tokenizer, options=documents)
         self._splits: dict[str, PackedRows | Stream] = {}
         self._train_loader: Loader | None = None
         self._state_to_load: dict[str, Any] | None = None
