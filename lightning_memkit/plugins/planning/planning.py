@@ -117,7 +117,7 @@ def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
     if device is None:
         return TimesHere()
     by_rates = TimesByRates(device, nodes)
-    return TimesHere("cuda", by_rates) if budget.device == "auto" else by_rates
+    return by_rates if budget.here is None else TimesHere(budget.here, by_rates)
 
 
 def _columns(
@@ -222,7 +222,7 @@ def _sizes(
     if whole:
         return rows, (rows,), [f"The batch is taken whole: {whole}."]
     for budget in budgets_among(listed(given.get("callbacks"))):
-        note = f"The MemoryBudget that was given stays: its budget is {budget.budget!r}"
+        note = f"The MemoryBudget that was given stays: its budget is {_written(budget.budget)}"
         whole = _stays_whole(budget)
         what, sizes = "micro-batch", tuple(part_sizes(rows))
         if whole:
@@ -234,6 +234,11 @@ def _sizes(
         note = "Batch normalization takes the statistics of each micro-batch: results change with the micro-batch."
         return rows, tuple(size for size in part_sizes(rows) if size > 1 or rows == 1), [note]
     return rows, tuple(part_sizes(rows)), []
+
+
+def _written(budget: str | int | float) -> str:
+    """A budget as it was written; a count of bytes as a size."""
+    return format_bytes(budget) if not isinstance(budget, str) and budget > 1 else str(budget)
 
 
 def _stays_whole(budget: BatchBudget) -> bool:
