@@ -1,7 +1,8 @@
 """The limit that a plan must keep, and the goal that it optimises."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -104,6 +105,28 @@ class Budget:
     def __str__(self) -> str:
         device = self.target()
         return f"{format_bytes(self.bytes())} on {'the CPU' if device is None else device.name}"
+
+
+def as_written(budget: str | int | float) -> str:
+    """A budget as it was written; a count of bytes as a size."""
+    return format_bytes(budget) if not isinstance(budget, str) and budget > 1 else str(budget)
+
+
+def refuse_misplaced(budget: Budget | str | int | float, options: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments of `plan` that it does not have; those of `Budget` with the line to write.
+
+    Raises:
+        TypeError: there are some.
+    """
+    own = [name for name in options if name in Budget.__dataclass_fields__]
+    if own:
+        memory = options.get("memory", budget.memory if isinstance(budget, Budget) else budget)
+        said = ", ".join([repr(memory), *(f"{name}={options[name]!r}" for name in own if name != "memory")])
+        raise TypeError(f"plan takes no {own[0]}, a budget does: write plan(module, batch, Budget({said})).")
+    for name in options:
+        raise TypeError(
+            f"plan takes no {name}; it takes module, batch, budget, trainer and optimizer_states."
+        )
 
 
 def _gpu_here() -> Device | None:

@@ -131,7 +131,8 @@ def test_what_release_can_not_go_with_is_said_and_not_planned(module, given, sai
     found = plan(module, batch(ROWS, LENGTH), Budget("64MiB", "cpu", "memory"), trainer=given)
     assert found.fitting
     assert not any(row.family.is_released for row in found.rows)
-    assert any(f"No choice of gradients here: {said}" in note for note in found.notes)
+    assert said in found.unavailable["gradients"]
+    assert f"No choice of gradients here: {found.unavailable['gradients']}" in found.reasons()
 
 
 @pytest.mark.long

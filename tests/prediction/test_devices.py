@@ -1,6 +1,7 @@
 """Devices by the names that drivers and people give them."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -203,3 +204,10 @@ def test_an_unknown_card_has_bfloat16_and_says_whose_rates_it_has(memory: str) -
 def test_what_describes_nothing_is_refused(device: str, memory: str) -> None:
     with pytest.raises(ValueError, match=f"memory='{memory}'|'{memory}'"):
         described(device, memory)
+
+
+def test_the_docs_list_every_device() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "techniques" / "prediction.md").read_text()
+    rows = re.findall(r"^\| (?:data centers|AMD|workstations|GeForce) \| (.*) \|$", page, re.MULTILINE)
+    listed = re.findall(r"`([^`]+)`", " ".join(rows))
+    assert sorted(listed) == sorted(DEVICES)
