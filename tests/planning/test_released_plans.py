@@ -147,7 +147,7 @@ def test_on_a_card_without_bfloat16_the_scaler_needs_all_gradients():
     assert "float16's scaler" in reasons["mixed float16"]
     given = {"precision": "16-mixed", "callbacks": [ActivationCheckpointing("full"), OptimizerOffload()]}
     found = plan(Language, batch(ROWS, LENGTH), Budget("64MiB", "t4", "memory"), trainer=given)
-    assert any("the scaler of float16" in note for note in found.notes)
+    assert "the scaler of float16" in found.unavailable["gradients"]
 
 
 @pytest.mark.long
