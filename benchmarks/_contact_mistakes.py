@@ -137,7 +137,7 @@ OF_CONFIGS = (
     Mistake("a module that is not there", ("my_modell", "in the folder that memkit is started in"),
             changes={"model.class_path": "my_modell.Model"}),
     Mistake("an unknown command", ("trian", "fit"), words=("trian",), changes=None),
-    Mistake("a plan for an unknown card", ("h1000", "h100-80gb", "--memory"), words=("plan", "--device", "h1000")),
+    Mistake("a plan for an unknown card", ("h1000", "--help", "--memory"), words=("plan", "--device", "h1000")),
     Mistake("a report of a folder without one", ("MemoryReport", "folder of the run"), words=("report", "."),
             changes=None),
     Mistake("consolidating a file that is no checkpoint", (CORPUS, "Load another"),

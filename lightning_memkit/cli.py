@@ -1,6 +1,5 @@
 """The `memkit` command: fit, validate, test and predict from YAML, plan, report, consolidate and doctor."""
 
-import argparse
 import io
 import os
 import sys
@@ -9,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_memkit.utilities.arguments import SentenceParser
 from lightning_memkit.utilities.garbage import without_collecting
 
 COMMANDS = {
@@ -191,7 +191,7 @@ def _short(error: Exception) -> str:
 
 
 def _consolidate(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = SentenceParser(
         prog="memkit consolidate",
         description="Turn a checkpoint, a file or the folder that several ranks wrote, into one file that plain "
         "Lightning loads. Of PureBF16Precision's, weights are the float32 values that were trained (exact for split, "
@@ -220,6 +220,7 @@ def _consolidate(words: list[str]) -> int:
         help="bfloat16 stays bfloat16, to be resumed by PureBF16Precision",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    parser.example = "IN.ckpt OUT.ckpt"
     options = parser.parse_args(words)
     if (options.target is None) == (options.output is None):
         parser.error("name the file to write, once: OUT.ckpt or --output FILE")
@@ -244,7 +245,7 @@ def _consolidate(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="memkit doctor", description=COMMANDS["doctor"])
+    parser = SentenceParser(prog="memkit doctor", description=COMMANDS["doctor"])
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(words)
 

@@ -176,7 +176,26 @@ DATA = "data: lightning_memkit.PackedDataModule"
     ("key", "options", "printed"),
     [
         ("callbacks", {"budget": "-1GiB"}, f"{BUDGET}: budget='-1GiB' is no positive size"),
-        ("callbacks", {"budget": [1, 2]}, f"{BUDGET}: budget: [1, 2] is none of: "),
+        (
+            "callbacks",
+            {"budget": ["1GiB"]},
+            f"{BUDGET}: budget: ['1GiB'] is none of: str, int, float; write a size such as 22GiB, a fraction ",
+        ),
+        (
+            "callbacks",
+            {"budget": float("nan")},
+            f"{BUDGET}: budget=nan is not a budget: a budget is a size such as",
+        ),
+        (
+            "callbacks",
+            {"budget": float("inf")},
+            f"{BUDGET}: budget=inf is not a budget: a budget is a size such as",
+        ),
+        (
+            "callbacks",
+            {"micro_batch_size": [1]},
+            f"{BUDGET}: micro_batch_size: [1] is none of: int, Literal['auto']; write one value, without the brackets",
+        ),
         (
             "callbacks",
             {"bugdet": 1},
@@ -613,3 +632,15 @@ def test_consolidate_explains_itself(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["consolidate", "one.ckpt"])
     assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "memkit: error: memkit consolidate: name the file to write, once"
+    )
+    for words, said in (
+        ([], "needs IN.ckpt: write `memkit consolidate IN.ckpt OUT.ckpt`; `memkit consolidate --help`"),
+        (["a", "b", "--kept"], "has no argument '--kept'; `memkit consolidate --help`"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["consolidate", *words])
+        printed = capsys.readouterr().err
+        assert said in printed
+        assert printed.count("\n") == 1

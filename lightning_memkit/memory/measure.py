@@ -1,5 +1,6 @@
 """Measure the memory of a device, and the peak of a piece of work."""
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_memkit.memory.cublas import cublas_bytes
 from lightning_memkit.memory.limits import device_memory, host_limits, reserved_bytes
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.memory.units import format_bytes, parse_bytes, parse_fraction
+from lightning_memkit.memory.units import format_bytes, is_auto, parse_bytes, parse_fraction
 
 _LEAST_BYTES = 2**16  # no model trains in less, so the unit must be a mistake
 
@@ -145,7 +146,7 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
             users leave, or is no more than cuBLAS's workspaces (`cublas_bytes`), also where it is `"auto"`.
     """
     have, fixed = capacity(device), fixed_bytes(device)
-    if budget == "auto":
+    if is_auto(budget):
         # The driver's free bytes leave out what this process holds, which is within the budget.
         free = have.free_bytes + reserved_bytes(device)
         _check_room(free, budget, device)
@@ -178,7 +179,7 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
 def _check_room(size: int, budget: int | float | str, device: torch.device) -> None:
     library = cublas_bytes(device)
     if library and size <= library:
-        remedy = "End other processes there" if budget == "auto" else "Write a larger budget"
+        remedy = "End other processes there" if is_auto(budget) else "Write a larger budget"
         raise ValueError(
             f"budget={budget!r} ({format_bytes(size)}) leaves nothing for tensors on {device}: within it cuBLAS keeps "
             f"{format_bytes(library)} for matrix products, a workspace for the forward and one for the backward. "
@@ -198,7 +199,9 @@ def check_budget(budget: object) -> None:
     )
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise ValueError(f"budget={budget!r} is not a budget: {rule}.")
-    if budget == "auto" or parse_fraction(budget) is not None:
+    if isinstance(budget, float) and not math.isfinite(budget):
+        raise ValueError(f"budget={budget!r} is not a budget: {rule}.")
+    if is_auto(budget) or parse_fraction(budget) is not None:
         return
     # YAML and command lines may give a count of bytes as a float.
     whole = int(budget) if isinstance(budget, float) and budget == int(budget) else budget
@@ -211,4 +214,5 @@ def check_budget(budget: object) -> None:
     except ValueError:
         raise ValueError(f"budget={budget!r} is no positive size: {rule}.") from None
     if size < _LEAST_BYTES:
-        raise ValueError(f"budget={budget!r} is only {format_bytes(size)}: {rule}.")
+        hint = f'; for GiB write "{size}GiB"' if str(budget).strip() == str(size) else ""
+        raise ValueError(f"budget={budget!r} is only {format_bytes(size)}: {rule}{hint}.")

@@ -1,18 +1,26 @@
-"""Bytes as people write them: "22GiB", "512 MB", "24 gigabytes", 1073741824; and fractions: 0.9, "90%"."""
+"""Bytes as people write them: "22GiB", "1,000 MB", "24 gigs", 1073741824; and fractions: 0.9, "90%", "90 percent"."""
 
 import re
 
 _PREFIXES = (("k", "kilo", "kibi"), ("m", "mega", "mebi"), ("g", "giga", "gibi"), ("t", "tera", "tebi"))
-_UNITS: dict[str, int] = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+_SHORT = {"meg": 1000**2, "megs": 1000**2, "gig": 1000**3, "gigs": 1000**3}  # as in a shop: decimal
+_UNITS: dict[str, int] = {"": 1, "b": 1, "byte": 1, "bytes": 1, **_SHORT}
 for _power, (_letter, _decimal, _binary) in enumerate(_PREFIXES, 1):
-    for _name in (_letter, f"{_letter}b", f"{_decimal}byte", f"{_decimal}bytes"):
+    for _name in (
+        _letter,
+        *(f"{_short}{_byte}" for _short in (_letter, _decimal) for _byte in ("b", "byte", "bytes")),
+    ):
         _UNITS[_name] = int(1000**_power)
-    for _name in (f"{_letter}i", f"{_letter}ib", f"{_binary}byte", f"{_binary}bytes"):
+    for _name in (
+        f"{_letter}i",
+        *(f"{_short}{_byte}" for _short in (f"{_letter}i", _binary) for _byte in ("b", "byte", "bytes")),
+    ):
         _UNITS[_name] = 1 << 10 * _power
 _SIZE = re.compile(
-    r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e\+?[0-9]{1,2})?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE
+    r"\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e\+?[0-9]{1,2})?|\.[0-9]+)\s*([a-z]*)\s*",
+    re.IGNORECASE,
 )
-_SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*")
+_SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|percent|per cent|pct|)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str) -> int:
@@ -28,7 +36,7 @@ def parse_bytes(size: int | str) -> int:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{size!r} is not a size: {rule}.")
-        value = int(float(match[1]) * _UNITS[match[2].lower()])
+        value = int(float(match[1].replace(",", "")) * _UNITS[match[2].lower()])
     if value <= 0:
         raise ValueError(f"{size!r} is not a size: {rule}.")
     return value
@@ -45,6 +53,11 @@ def parse_fraction(share: object) -> float | None:
             return None
         share = float(match[1]) / (100 if match[2] else 1)
     return share if isinstance(share, float) and 0 < share <= 1 else None
+
+
+def is_auto(size: object) -> bool:
+    """Whether a size is `"auto"`, in letters of any case."""
+    return isinstance(size, str) and size.strip().lower() == "auto"
 
 
 def format_bytes(count: float) -> str:

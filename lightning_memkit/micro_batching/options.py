@@ -65,8 +65,8 @@ def check_options(
         raise ValueError(
             f"weigh_by={weigh_by!r} must be one of {', '.join(get_args(WeighBy))}, or a callable."
         )
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
+    if not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
+        raise ValueError(f"headroom={headroom!r} is outside [0, 1); for 5 % write 0.05.")
     if enforce not in get_args(Enforce):
         raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')
 

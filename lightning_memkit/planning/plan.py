@@ -11,7 +11,7 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.choices import GIVEN, PluginSpec, listed
 from lightning_memkit.planning.problem import Row
-from lightning_memkit.utilities.columns import aligned
+from lightning_memkit.utilities.columns import aligned, wrapped
 from lightning_memkit.utilities.errors import PlanError
 
 _MIB = 1 << 20
@@ -27,7 +27,8 @@ class Plan:
         rows: those that fit, the best first; then those that were rejected, with the reason.
         rows_of_batch: samples in the loader's batch.
         given: the Trainer arguments that were given, which are kept.
-        notes: what was not considered, and why.
+        notes: what was not considered or is assumed, and why.
+        unavailable: the columns in which nothing can be chosen here, with the reason.
         hint: what else would take less memory, if nothing fits.
     """
 
@@ -36,6 +37,7 @@ class Plan:
     rows_of_batch: int
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     hint: str = ""
 
     @property
@@ -46,11 +48,13 @@ class Plan:
             PlanError: none fits.
         """
         if not self.fitting:
-            raise PlanError(
-                f"{self.answer} Train fewer of the parameters (adapters), a smaller model, shorter rows, or on more "
-                "devices." + (f" {self.hint}" if self.hint else "")
-            )
+            raise PlanError(self.refusal + (f" {self.hint}" if self.hint else ""))
         return self.rows[0]
+
+    @property
+    def refusal(self) -> str:
+        """Where nothing fits: the nearest miss, and what would take less."""
+        return f"{self.answer} Train adapters, a smaller model, shorter rows, or on more devices."
 
     @property
     def fitting(self) -> tuple[Row, ...]:
@@ -124,19 +128,33 @@ class Plan:
         return f"Nothing fits {self.budget} less {self.budget.headroom:.0%} headroom.{miss}"
 
     def __str__(self) -> str:
-        rejected = [f"  {line}" for line in self._rejections()]
-        notes = [*self.notes, self.hint] if self.hint else self.notes
-        paragraphs = [self.answer], self._table(), ["Rejected:", *rejected] if rejected else [], notes
+        return "\n\n".join(filter(None, ("\n".join(wrapped(self.answer)), self.beside_answer())))
+
+    def beside_answer(self) -> str:
+        """What follows the answer: the table of what fits, what was rejected, and notes."""
+        rejected = [line for said in self._rejections() for line in wrapped(f"  {said}", indent=2)]
+        notes = [line for note in self._notes() for line in wrapped(note)]
+        paragraphs = self._table(), ["Rejected:", *rejected] if rejected else [], notes
         said = ("\n".join(line.rstrip() for line in lines) for lines in paragraphs)
         return "\n\n".join(paragraph for paragraph in said if paragraph)
 
+    def _notes(self) -> Iterator[str]:
+        yield from self.notes
+        if self.unavailable:
+            yield f"No choice of {', '.join(self.unavailable)} here: reasons() (memkit plan --explain) says why."
+        if self.hint:
+            yield self.hint
+
     def reasons(self) -> str:
-        """Each reason against a configuration, with those that it stands against."""
+        """Each reason against a configuration, with those that it stands against; and against choices of a column."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             if not row.fits:
                 found.setdefault(row.rejected, []).append(row)
-        return "\n".join(f"{_together(rows)}: {reason}" for reason, rows in found.items())
+        lines = [f"{_together(rows)}: {reason}" for reason, rows in found.items()]
+        return "\n".join(
+            [*lines, *(f"No choice of {column} here: {why}" for column, why in self.unavailable.items())]
+        )
 
     def _table(self) -> list[str]:
         fastest = min((row.seconds for row in self.fitting), default=1.0) or 1.0

@@ -21,7 +21,7 @@ def test_capacity_of_the_host_is_its_tightest_limit_s(monkeypatch: pytest.Monkey
     have = measure.capacity(CPU)
     assert (have.total_bytes, have.free_bytes) == (8 * 2**30, 2 * 2**30)
     assert measure.budget_bytes(0.5, CPU) == 4 * 2**30
-    assert measure.budget_bytes("auto", CPU) == 2 * 2**30
+    assert measure.budget_bytes("auto", CPU) == measure.budget_bytes("Auto", CPU) == 2 * 2**30
     assert measure.budget_bytes("1GiB", CPU) == 2**30
     assert measure.budget_bytes(float(2**30), CPU) == 2**30
     with pytest.raises(ValueError, match=r"more than cpu has \(8.00 GiB, by memory.max of the cgroup /job\)"):
@@ -40,6 +40,9 @@ def test_capacity_of_the_host_is_its_tightest_limit_s(monkeypatch: pytest.Monkey
         ("-1GiB", "no positive size"),
         ("1KiB", r"only 1.00 KiB: .*at least 64 KiB"),
         ("lots", "22GiB"),
+        ("24", 'write "24GiB"'),
+        (float("nan"), "nan is not a budget: a budget is a size"),
+        (float("inf"), "inf is not a budget: a budget is a size"),
         (True, "not a budget"),
         (None, "not a budget"),
     ],
@@ -49,7 +52,7 @@ def test_unreadable_budgets_name_the_rule_and_the_remedy(budget: object, remedy:
         measure.check_budget(budget)
 
 
-@pytest.mark.parametrize("budget", ["22GiB", 0.9, 1.0, "auto", 8388608, 8388608.0])
+@pytest.mark.parametrize("budget", ["22GiB", 0.9, 1.0, "auto", "AUTO", "90 percent", 8388608, 8388608.0])
 def test_readable_budgets_pass(budget: object) -> None:
     measure.check_budget(budget)
 

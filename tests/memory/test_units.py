@@ -16,6 +16,11 @@ from lightning_memkit.memory.units import format_bytes, parse_bytes, parse_fract
         ("24 gigabytes", 24 * 10**9),
         ("512 Mi", 512 * 2**20),
         ("1 gibibyte", 2**30),
+        ("24 gigs", 24 * 10**9),
+        ("24GBytes", 24 * 10**9),
+        ("18GiBytes", 18 * 2**30),
+        ("1,000 MB", 10**9),
+        ("12,345,678", 12_345_678),
         ("24_000MiB", 24_000 * 2**20),
         ("24e9", 24 * 10**9),
         ("5. kb", 5000),
@@ -30,7 +35,23 @@ def test_parses_sizes_as_people_write_them(text: str | int, expected: int) -> No
 
 @pytest.mark.parametrize(
     "text",
-    ["-3GiB", "0", "22 GiBs", "much", "", -1, "1,5GiB", "50%", "e9", "2__4", "1_", "1e999", None, 1.5e9],
+    [
+        "-3GiB",
+        "0",
+        "22 GiBs",
+        "much",
+        "",
+        -1,
+        "1,5GiB",
+        "1,50,000MB",
+        "50%",
+        "e9",
+        "2__4",
+        "1_",
+        "1e999",
+        None,
+        1.5e9,
+    ],
 )
 def test_refuses_what_is_no_size_and_shows_one(text: Any) -> None:
     with pytest.raises(ValueError, match="22GiB"):
@@ -40,7 +61,8 @@ def test_refuses_what_is_no_size_and_shows_one(text: Any) -> None:
 @pytest.mark.parametrize(
     ("share", "expected"),
     [
-        (0.9, 0.9), ("0.9", 0.9), (".5", 0.5), ("90%", 0.9), (" 12.5 % ", 0.125), ("100%", 1.0), ("1.0", 1.0),
+        (0.9, 0.9), ("0.9", 0.9), (".5", 0.5), ("90%", 0.9), (" 12.5 % ", 0.125),
+        ("90 percent", 0.9), ("90 Per cent", 0.9), ("100%", 1.0), ("1.0", 1.0),
         (1.5, None), ("150%", None), ("0%", None), ("1", 1.0), (1, None), ("24GiB", None), ("%", None), (None, None),
     ],
 )  # fmt: skip

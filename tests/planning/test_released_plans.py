@@ -131,7 +131,8 @@ def test_what_release_can_not_go_with_is_said_and_not_planned(module, given, sai
     found = plan(module, batch(ROWS, LENGTH), Budget("64MiB", "cpu", "memory"), trainer=given)
     assert found.fitting
     assert not any(row.family.is_released for row in found.rows)
-    assert any(f"No choice of gradients here: {said}" in note for note in found.notes)
+    assert said in found.unavailable["gradients"]
+    assert f"No choice of gradients here: {found.unavailable['gradients']}" in found.reasons()
 
 
 @pytest.mark.long
@@ -146,7 +147,7 @@ def test_on_a_card_without_bfloat16_the_scaler_needs_all_gradients():
     assert "float16's scaler" in reasons["mixed float16"]
     given = {"precision": "16-mixed", "callbacks": [ActivationCheckpointing("full"), OptimizerOffload()]}
     found = plan(Language, batch(ROWS, LENGTH), Budget("64MiB", "t4", "memory"), trainer=given)
-    assert any("the scaler of float16" in note for note in found.notes)
+    assert "the scaler of float16" in found.unavailable["gradients"]
 
 
 @pytest.mark.long

@@ -300,13 +300,15 @@ def test_float32_as_tf32_has_no_known_peak() -> None:
         ("NVIDIA A100-SXM4-80GB", 80, "a100-80gb"),
         ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
         ("Tesla T4", 15, "t4"),
-        ("NVIDIA H100 PCIe", 80, None),  # the same chip, at other rates
-        ("NVIDIA GeForce RTX 4090 D", 24, None),
-        ("NVIDIA GeForce RTX 3090 Ti", 24, None),
+        ("NVIDIA H100 PCIe", 80, "h100pcie"),  # the same chip, at other rates
+        ("NVIDIA GeForce RTX 4090 D", 24, "rtx4090d"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, None),
+        ("NVIDIA GeForce RTX 3090 Ti", 24, "rtx3090ti"),
         ("NVIDIA T400", 4, None),
         ("NVIDIA B200", 179, "b200"),
         ("AMD Instinct MI300X", 192, "mi300x"),
-        ("AMD Instinct MI250X", 64, None),
+        ("AMD Instinct MI250X", 64, "mi250x"),
+        ("AMD Instinct MI300A", 128, None),
     ],
 )
 def test_only_devices_whose_peak_is_known_have_a_share_of_it(name: str, gib: int, known: str | None) -> None:

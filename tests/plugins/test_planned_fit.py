@@ -97,6 +97,13 @@ def test_what_can_not_be_planned_is_refused_before_anything_is_built(
     assert cli_models.BUILT == []
 
 
+def test_a_budget_without_its_value_is_told_what_to_write(config: Callable[..., str], capsys: Any) -> None:
+    assert main(["fit", "--config", config(), "--budget"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("memkit: error: --budget stands without its value: write `--budget 24GiB`")
+    assert said.count("\n") == 1
+
+
 def test_where_nothing_fits_it_does_not_train(config: Callable[..., str], capsys: Any) -> None:
     assert main(["fit", "--config", config(), "--budget", "64KiB"]) == 1
     assert "Nothing fits 64.00 KiB on the CPU" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from lightning_memkit import (
 from lightning_memkit.cli import main
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.clocks import launched
+from lightning_memkit.planning.budget import as_written
 from lightning_memkit.planning.times import (
     TimesByRates,
     TimesHere,
@@ -105,7 +107,8 @@ def test_a_smaller_budget_gives_smaller_parts_and_the_table_says_why():
     assert "not needed: the whole batch fits with" in wide.reasons()
     assert " not needed: what fits above computes less" in str(wide)
     assert "changes" in str(tight)
-    assert "No transformers model with an output head" in str(tight)  # nothing for ChunkedLoss
+    assert "No transformers model with an output head" in tight.reasons()  # nothing for ChunkedLoss
+    assert "No choice of loss here: reasons() (memkit plan --explain) says why." in str(tight)
     seconds = [row.seconds for row in tight.fitting]
     assert seconds == sorted(seconds)
     assert len({(row.family, row.micro_batch_size) for row in tight.rows}) == len(tight.rows)
@@ -235,7 +238,10 @@ def test_modules_without_blocks_and_batches_without_rows():
 
     found = plan(Plain(), {"x": torch.ones(4, 8), "y": torch.ones(3)}, on_cpu("1MiB"))
     assert any("The batch is taken whole: The tensors of this batch disagree" in note for note in found.notes)
-    assert any("No choice of checkpointing here: No repeated blocks" in note for note in found.notes)
+    assert found.unavailable["checkpointing"].startswith("No repeated blocks")
+    assert "No repeated blocks" not in str(found)
+    assert "No choice of loss, checkpointing here: reasons() (memkit plan --explain) says why." in str(found)
+    assert f"No choice of checkpointing here: {found.unavailable['checkpointing']}" in found.reasons()
     assert {row.parts for row in found.fitting} == {1}
 
 
@@ -590,7 +596,9 @@ def test_a_card_is_described_by_its_memory(tmp_path, capsys, monkeypatch):
     assert main(words) == 0
     assert "on a card of 4.00 GiB" in capsys.readouterr().out
     assert main([*words, "--device", "rtx9090"]) == 0
-    assert "on rtx9090" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "on rtx9090" in said
+    assert re.search(r"Of rtx9090 no data sheet is known: the rates are \w+(-\w+)?'s, with bfloat16.\n", said)
 
 
 @pytest.mark.long
@@ -598,10 +606,99 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = config(tmp_path)
     assert main(["plan", "--config", path, "--device", "rtx9090"]) == 2
-    assert "device='rtx9090' is unknown (did you mean 'rtx5090'?); known are h200" in capsys.readouterr().err
+    assert "device='rtx9090' is unknown; `memkit plan --help` lists those known." in capsys.readouterr().err
     assert main(["plan", "--config", path, "--device", "cpu", "--memory", "4GiB"]) == 2
     assert "memory='4GiB' is a card's" in capsys.readouterr().err
     assert main(["plan", "--config", path, "--output", str(tmp_path / "no such" / "plan.yaml")]) == 2
     assert "in a folder that does not exist" in capsys.readouterr().err
     assert main(["plan", "--config", path, "--budget", "70KiB", "--device", "cpu"]) == 1
-    assert "Nothing fits 70.00 KiB on the CPU" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.err.count("Nothing fits 70.00 KiB on the CPU") == 1
+    assert len(said.err) <= 3 * 120
+    assert "too large" in said.out
+    assert "Nothing fits" not in said.out
+    assert (said.out + said.err).count("too much (") == 1
+    assert all(len(line) <= 120 for line in said.out.splitlines())
+
+
+REFUSED = {
+    "": ["--config FILE.yaml", "--help"],
+    "{config}": ["{config} is given without its option: write `memkit plan --config {config}`"],
+    "--config": ["--config stands without its value: write `--config FILE.yaml`"],
+    "--config {config} --budget": ["--budget stands without its value: write `--budget auto`"],
+    "--config {config} --goal": [
+        "--goal stands without its value: write `--goal speed`, or another of speed, memory"
+    ],
+    "--config {config} --goal fast": ["--goal 'fast' is unknown; write one of speed, memory, exact"],
+    "--config {config} --headroom much": ["--headroom 'much' is not a number: write `--headroom 0.05`"],
+    "--config {config} --output {config}": [
+        "--output {config} would overwrite the config",
+        "name another file",
+    ],
+    "--config {config} --output {folder}/../{folder.name}/run.yaml": [
+        "would overwrite the config that is read"
+    ],
+    "--config {config} --device 4090 --budget 30GiB": ["budget='30GiB' is more than rtx4090 has (23.99 GiB"],
+    "--config {config} --device 8xh100": ["names several cards", "--trainer.devices 8"],
+    "--config {config} --device rtx4090-mobile": ["is a laptop's or a Max-Q chip", "--memory 24GiB"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_command_that_can_not_be_read_is_told_what_to_write(tmp_path, capsys, words):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {class_path: no.such.Model}\n")  # nothing is read before the words are refused
+    told = {"config": path, "folder": tmp_path}
+    try:
+        code = main(["plan", *words.format(**told).split()])
+    except SystemExit as exit_:
+        code = exit_.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert said.err.startswith("memkit: error: ")
+    assert said.err.count("\n") == 1
+    assert len(said.err.replace(str(path), "run.yaml")) <= 3 * 120
+    for part in REFUSED[words]:
+        assert part.format(**told) in said.err
+    assert path.read_text() == "model: {class_path: no.such.Model}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"device": "h100"},
+            r"plan takes no device, a budget does: write .* Budget\('1GiB', device='h100'\)\)",
+        ),
+        ({"goal": "exact", "headroom": 0.1}, r"Budget\('1GiB', goal='exact', headroom=0.1\)"),
+        ({"memory": "2GiB"}, r"Budget\('2GiB'\)\)"),
+        ({"precision": "32-true"}, "plan takes no precision; it takes module, batch, budget, trainer and"),
+    ],
+)
+def test_arguments_of_a_budget_are_told_where_they_belong(given, said):
+    with pytest.raises(TypeError, match=said):
+        plan(Language(), batch(2, 32), "1GiB", **given)
+
+
+@pytest.mark.parametrize("named", ["my.jsonl", Path("my.jsonl")])
+def test_the_name_of_a_file_is_no_batch(named):
+    with pytest.raises(TypeError, match="batch='my.jsonl' is a name, not a batch: give what a loader yields"):
+        plan(Language(), named, Budget("1GiB", "cpu"))
+    with pytest.raises(TypeError, match="batch='my.jsonl' is a name"):
+        predict_memory(Language(), named)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (2**34, "16.00 GiB"),
+        (21256269824, "19.80 GiB"),
+        ("8GiB", "8GiB"),
+        (0.5, "0.5"),
+        (1.0, "1.0"),
+        ("auto", "auto"),
+    ],
+)
+def test_a_given_budget_is_told_as_a_size(written, said):
+    assert as_written(written) == said

@@ -122,6 +122,8 @@ def test_errors_are_a_line(runs: Path, tmp_path: Path, capsys: Any, monkeypatch:
         assert "Traceback" not in printed.out + printed.err
     with pytest.raises(SystemExit, match="2"):
         main(["report"])
+    said = "memkit report needs RUN: write `memkit report RUN`; `memkit report --help` explains the others."
+    assert capsys.readouterr().err == f"memkit: error: {said}\n"
     with pytest.raises(SystemExit, match="0"):
         main(["report", "--help"])
     helped = capsys.readouterr().out

@@ -121,7 +121,7 @@ def _cause(text: str, names: tuple[str, ...] = (), key: str = "") -> str:
         said = _unknown(match[1], [name for name in names if name.startswith(group)], list_them=False)
         return said if said.endswith(")") else f"{said}{_owners(match[1].rpartition('.')[2])}"
     if match := re.fullmatch(r"Expected an? (.+?)\. Got value: (.*)", text, re.DOTALL):
-        return f"{match[2]!r} is none of: {_plain(match[1])}"
+        return f"{match[2]!r} is none of: {_plain(match[1])}{_remedy(key, match[2], match[1])}"
     return text
 
 
@@ -136,7 +136,17 @@ def _cause_in_union(text: str, key: str = "") -> str:
     value = re.search(r"\nGiven value: (.*)", text, re.DOTALL)
     if value and (bare := _bare_class(key, value[1])):
         return bare
-    return f"{value[1] if value else 'the value'} is none of: {_plain(types[1]) if types else 'the types'}"
+    given, known = value[1] if value else "the value", _plain(types[1]) if types else "the types"
+    return f"{given} is none of: {known}{_remedy(key, given, known)}"
+
+
+def _remedy(key: str, value: str, types: str) -> str:
+    """What to write in the place of a value of the wrong type, where it can be told."""
+    if key.rpartition(".")[2] == "budget":
+        return '; write a size such as 22GiB, a fraction such as 0.9 or 90%, or "auto"'
+    if value.startswith("[") and not re.search("list|sequence|tuple|iterable", types, re.IGNORECASE):
+        return "; write one value, without the brackets"
+    return ""
 
 
 def _bare_class(key: str, value: str) -> str:

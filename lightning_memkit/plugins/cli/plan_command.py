@@ -23,6 +23,8 @@ from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
 from lightning_memkit.plugins.planning._first_batch import first_batch
 from lightning_memkit.plugins.planning.planning import OptimizerStates, plan
 from lightning_memkit.prediction.devices import DEVICES, described
+from lightning_memkit.utilities.arguments import SentenceParser
+from lightning_memkit.utilities.errors import PlanError
 
 _DESCRIPTION = (
     "The fastest configuration of a config's model that fits a budget, and all others with the reason against them. "
@@ -33,18 +35,19 @@ _DESCRIPTION = (
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command's own options; all others belong to `memkit fit`."""
-    found = argparse.ArgumentParser(prog="memkit plan", description=_DESCRIPTION, allow_abbrev=False)
+    found = SentenceParser(prog="memkit plan", description=_DESCRIPTION, allow_abbrev=False)
     found.add_argument(
-        "--config", action="append", required=True, metavar="FILE.yaml", help="as for `memkit fit`"
+        "--config", action="append", default=[], metavar="FILE.yaml", help="as for `memkit fit`; required"
     )
     found.add_argument(
         "--budget", default="auto", help='such as 24GiB, 0.9 or 90%%; "auto": all that the device has'
     )
-    found.add_argument("--device", default="auto", help=f"auto, cpu, {', '.join(DEVICES)}")
+    found.add_argument("--device", default="auto", help=f"auto, cpu, cuda, {', '.join(DEVICES)}")
     found.add_argument(
         "--memory",
         metavar="SIZE",
-        help="the device's memory, such as 24GiB; an unknown device is as fast as the known one of the nearest memory",
+        help="the device's memory, such as 24GiB; an unknown device has the rates of a known one with bfloat16, whose "
+        "memory is nearest",
     )
     found.add_argument("--goal", default="speed", choices=get_args(Goal), help="what to be best at")
     found.add_argument(
@@ -80,21 +83,23 @@ def run(words: Sequence[str]) -> int:
     try:
         device = described(options.device, options.memory)
         budget = Budget(options.budget, device, options.goal, options.headroom)
-        _check_folder(options.output)
+        _check_config(options.config, further)
+        _check_output(options.output, options.config)
     except ValueError as error:
         print(f"memkit: error: {error}", file=sys.stderr)
         return 2
     configs = [word for name in options.config for word in ("--config", name)]
     cli = ConfiguredRun(["fit", *configs, *further])
     found = cli.plan(budget, options.optimizer_states)
-    print(found)
+    print(found if found.fitting else found.beside_answer())  # the error will say the answer
     if options.explain:
         print(f"\n{found.reasons()}\n\n{bytes_a_parameter()}\n")
         row = next((row for row in found.rows if row.prediction is not None), None)
         if row is not None:
             print(f"{row.words}, by hand and as predicted:\n")
             print(cli.beside_prediction(row, found.given))
-    found.best  # noqa: B018  raises where nothing fits
+    if not found.fitting:
+        raise PlanError(found.refusal)
     if options.output:
         Path(options.output).write_text(cli.planned_yaml(found))
         print(f"\nWritten: {options.output}; run it with `memkit fit --config {options.output}`.")
@@ -103,9 +108,30 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _check_folder(output: str | None) -> None:
-    if output is not None and not Path(output).absolute().parent.is_dir():
+def _check_config(configs: Sequence[str], further: Sequence[str]) -> None:
+    if configs:
+        return
+    bare = next(
+        (word for word in further if not word.startswith("-") and word.endswith((".yaml", ".yml"))), None
+    )
+    if bare is not None:
+        raise ValueError(f"{bare} is given without its option: write `memkit plan --config {bare}`.")
+    raise ValueError(
+        "memkit plan needs the config of a model and its data: write `memkit plan --config FILE.yaml --budget 24GiB`; "
+        "`memkit plan --help` explains the others."
+    )
+
+
+def _check_output(output: str | None, configs: Sequence[str]) -> None:
+    if output is None:
+        return
+    if not Path(output).absolute().parent.is_dir():
         raise ValueError(f"--output {output} is in a folder that does not exist; make it first.")
+    read = next((config for config in configs if Path(config).resolve() == Path(output).resolve()), None)
+    if read is not None:
+        raise ValueError(
+            f"--output {output} would overwrite the config that is read, {read}: name another file."
+        )
 
 
 class ConfiguredRun(MemkitCLI):

@@ -18,6 +18,7 @@ from lightning_memkit.memory.measure import check_budget
 from lightning_memkit.planning.budget import Budget, Goal
 from lightning_memkit.plugins.cli.config_errors import ConfigError, budgets_in
 from lightning_memkit.plugins.cli.plan_command import ConfiguredRun
+from lightning_memkit.utilities.arguments import SentenceParser
 
 _LAUNCHERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
 
@@ -61,8 +62,8 @@ def planned_words(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="memkit fit", allow_abbrev=False, add_help=False)
-    found.add_argument("--budget", required=True)
+    found = SentenceParser(prog="memkit fit", allow_abbrev=False, add_help=False)
+    found.add_argument("--budget", required=True, metavar="24GiB")
     found.add_argument("--goal", default="speed", choices=get_args(Goal))
     found.add_argument("--headroom", default=0.05, type=float)
     return found

@@ -12,6 +12,7 @@ from rich.console import Console
 from lightning_memkit.memory.page import comparison_page, page
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.report_table import comparison_tables, tables
+from lightning_memkit.utilities.arguments import SentenceParser
 from lightning_memkit.utilities.atomic_write import write_whole
 
 REPORT, FAILED = "memory_report.json", "memory_report_oom.json"
@@ -32,7 +33,7 @@ exit codes: 0; 1 where a report can't be read or written; 2 where the command li
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    found = argparse.ArgumentParser(
+    found = SentenceParser(
         prog="memkit report",
         description=_DESCRIPTION,
         epilog=_EPILOG,

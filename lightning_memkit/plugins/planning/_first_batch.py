@@ -1,5 +1,6 @@
 """The batch that a plan or prediction is for, from what is at hand: a batch, a loader, or a data module."""
 
+import os
 from typing import Any
 
 import torch
@@ -17,8 +18,14 @@ def batch_of(data: Any) -> Any:
     A data module is prepared and set up for `fit`, as the Trainer will do once more.
 
     Raises:
+        TypeError: it is the name of a file.
         ValueError: the data has no batch.
     """
+    if isinstance(data, (str, os.PathLike)):
+        raise TypeError(
+            f"batch={os.fspath(data)!r} is a name, not a batch: give what a loader yields, the loader, or a "
+            "LightningDataModule; for a file of text PackedDataModule(source=..., tokenizer=..., context=...)."
+        )
     return first_batch(data) if isinstance(data, (DataLoader, CombinedLoader, LightningDataModule)) else data
 
 

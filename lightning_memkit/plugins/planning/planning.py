@@ -17,7 +17,7 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.parts.module_chunks import row_length
 from lightning_memkit.planning import choices
-from lightning_memkit.planning.budget import Budget
+from lightning_memkit.planning.budget import Budget, as_written, refuse_misplaced
 from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, listed, refusal
 from lightning_memkit.planning.floor import Floor
 from lightning_memkit.planning.plan import Plan
@@ -44,6 +44,7 @@ def plan(
     *,
     trainer: Mapping[str, Any] | None = None,
     optimizer_states: OptimizerStates = "given",
+    **misplaced: Any,
 ) -> Plan:
     """Ranks configurations that fit a budget by speed, and says why others don't fit; nothing is allocated.
 
@@ -67,14 +68,17 @@ def plan(
             ``PureBF16Precision(compensation="split24", states="8-bit")`` where no precision was given, and by the
             optimizer of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum). Changes
             numbers.
+        misplaced: nothing; for arguments of `Budget` the error says where they belong.
 
     Returns:
         The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
 
     Raises:
         PredictionError: the module's step can't be predicted.
+        TypeError: an argument is none of these, or the batch is the name of a file.
         ValueError: the budget or an argument is outside its range.
     """
+    refuse_misplaced(budget, misplaced)
     if optimizer_states not in get_args(OptimizerStates):
         known = " or ".join(map(repr, get_args(OptimizerStates)))
         raise ValueError(f"optimizer_states={optimizer_states!r} is unknown; write {known}.")
@@ -91,6 +95,11 @@ def plan(
     residual = residual_of("cpu" if device is None else device.name)
     if abs(residual - 1) >= _TOLD:
         notes.append(f"Bytes are {residual:.1%} of what is predicted, as earlier runs on this device had it.")
+    if device is not None and device.rates_of:
+        ability = "with" if device.has_bfloat16 else "without"
+        notes.append(
+            f"Of {device.name} no data sheet is known: the rates are {device.rates_of}'s, {ability} bfloat16."
+        )
     problem = Problem(
         predict=predictions,
         rows=rows,
@@ -106,10 +115,17 @@ def plan(
         residual=residual,
     )
     found, unavailable = search(families, problem)
-    notes += [f"No choice of {column} here: {reason}" for column, reason in (missing | unavailable).items()]
     closed = optimizer_states == "given" and budget.goal != "exact"
     hint = _hint(found, problem, ask) if closed and not any(row.fits for row in found) else ""
-    return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes), hint=hint)
+    return Plan(
+        budget=budget,
+        rows=found,
+        rows_of_batch=rows,
+        given=given,
+        notes=tuple(notes),
+        unavailable=missing | unavailable,
+        hint=hint,
+    )
 
 
 def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
@@ -117,7 +133,7 @@ def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
     if device is None:
         return TimesHere()
     by_rates = TimesByRates(device, nodes)
-    return TimesHere("cuda", by_rates) if budget.device == "auto" else by_rates
+    return by_rates if budget.here is None else TimesHere(budget.here, by_rates)
 
 
 def _columns(
@@ -222,7 +238,7 @@ def _sizes(
     if whole:
         return rows, (rows,), [f"The batch is taken whole: {whole}."]
     for budget in budgets_among(listed(given.get("callbacks"))):
-        note = f"The MemoryBudget that was given stays: its budget is {budget.budget!r}"
+        note = f"The MemoryBudget that was given stays: its budget is {as_written(budget.budget)}"
         whole = _stays_whole(budget)
         what, sizes = "micro-batch", tuple(part_sizes(rows))
         if whole:
