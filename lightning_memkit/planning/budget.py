@@ -1,8 +1,7 @@
 """The limit that a plan must keep, and the goal that it optimises."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -112,21 +111,20 @@ def as_written(budget: str | int | float) -> str:
     return format_bytes(budget) if not isinstance(budget, str) and budget > 1 else str(budget)
 
 
-def refuse_misplaced(budget: Budget | str | int | float, options: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments of `plan` that it does not have; those of `Budget` with the line to write.
+def budget_on(device: str, budget: Budget | str | int | float) -> Budget:
+    """The budget, of this device's memory.
 
     Raises:
-        TypeError: there are some.
+        ValueError: the budget has a device already.
     """
-    own = [name for name in options if name in Budget.__dataclass_fields__]
-    if own:
-        memory = options.get("memory", budget.memory if isinstance(budget, Budget) else budget)
-        said = ", ".join([repr(memory), *(f"{name}={options[name]!r}" for name in own if name != "memory")])
-        raise TypeError(f"plan takes no {own[0]}, a budget does: write plan(module, batch, Budget({said})).")
-    for name in options:
-        raise TypeError(
-            f"plan takes no {name}; it takes module, batch, budget, trainer and optimizer_states."
+    if not isinstance(budget, Budget):
+        return Budget(budget, device)
+    if device != "auto":
+        raise ValueError(
+            f"device={device!r} stands beside a Budget, which has its own; write Budget({budget.memory!r}, "
+            f"device={device!r})."
         )
+    return budget
 
 
 def _gpu_here() -> Device | None:

@@ -10,7 +10,7 @@ import lightning_memkit
 
 
 def fit(*callbacks: Any) -> None:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(callbacks=[*callbacks], accelerator="cpu", enable_checkpointing=False, **quiet)
     trainer.fit(BoringModel())
 

@@ -664,21 +664,14 @@ def test_a_command_that_can_not_be_read_is_told_what_to_write(tmp_path, capsys, 
     assert path.read_text() == "model: {class_path: no.such.Model}\n"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            {"device": "h100"},
-            r"plan takes no device, a budget does: write .* Budget\('1GiB', device='h100'\)\)",
-        ),
-        ({"goal": "exact", "headroom": 0.1}, r"Budget\('1GiB', goal='exact', headroom=0.1\)"),
-        ({"memory": "2GiB"}, r"Budget\('2GiB'\)\)"),
-        ({"precision": "32-true"}, "plan takes no precision; it takes module, batch, budget, trainer and"),
-    ],
-)
-def test_arguments_of_a_budget_are_told_where_they_belong(given, said):
-    with pytest.raises(TypeError, match=said):
-        plan(Language(), batch(2, 32), "1GiB", **given)
+def test_the_device_of_a_budget_is_an_argument_too():
+    given = {"precision": "bf16-true"}
+    found = plan(Language(), batch(2, 32), "1GiB", device="h200", trainer=given)
+    assert found.budget == Budget("1GiB", "h200")
+    with pytest.raises(
+        ValueError, match=r"device='h100' stands beside a Budget, .* Budget\('1GiB', device='h100'\)"
+    ):
+        plan(Language(), batch(2, 32), Budget("1GiB"), device="h100")
 
 
 @pytest.mark.parametrize("named", ["my.jsonl", Path("my.jsonl")])

@@ -17,7 +17,7 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.parts.module_chunks import row_length
 from lightning_memkit.planning import choices
-from lightning_memkit.planning.budget import Budget, as_written, refuse_misplaced
+from lightning_memkit.planning.budget import Budget, as_written, budget_on
 from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, listed, refusal
 from lightning_memkit.planning.floor import Floor
 from lightning_memkit.planning.plan import Plan
@@ -43,8 +43,8 @@ def plan(
     budget: Budget | str | int | float = "auto",
     *,
     trainer: Mapping[str, Any] | None = None,
+    device: str = "auto",
     optimizer_states: OptimizerStates = "given",
-    **misplaced: Any,
 ) -> Plan:
     """Ranks configurations that fit a budget by speed, and says why others don't fit; nothing is allocated.
 
@@ -64,41 +64,40 @@ def plan(
             run in chunks of its rows.
         budget: a `Budget`, or its memory.
         trainer: arguments of the `Trainer` that will train.
+        device: whose memory the budget is of, as in `Budget`; a `Budget` has its own.
         optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: also in 8 bits, by
             ``PureBF16Precision(compensation="split24", states="8-bit")`` where no precision was given, and by the
             optimizer of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum). Changes
             numbers.
-        misplaced: nothing; for arguments of `Budget` the error says where they belong.
 
     Returns:
         The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
 
     Raises:
         PredictionError: the module's step can't be predicted.
-        TypeError: an argument is none of these, or the batch is the name of a file.
+        TypeError: the batch is the name of a file.
         ValueError: the budget or an argument is outside its range.
     """
-    refuse_misplaced(budget, misplaced)
     if optimizer_states not in get_args(OptimizerStates):
         known = " or ".join(map(repr, get_args(OptimizerStates)))
         raise ValueError(f"optimizer_states={optimizer_states!r} is unknown; write {known}.")
-    budget = budget if isinstance(budget, Budget) else Budget(budget)
+    budget = budget_on(device, budget)
     given = dict(trainer or {})
-    device, (ranks, nodes) = budget.target(), _ranks(given)
+    target, (ranks, nodes) = budget.target(), _ranks(given)
     seen = _looked_at(module)
     batch = batch_of(batch)
     rows, sizes, notes = _sizes(batch, given, seen)
-    predictions = Predictions(module, BatchParts(batch, rows, on_cpu=device is None), given, device or "cpu")
+    predictions = Predictions(module, BatchParts(batch, rows, on_cpu=target is None), given, target or "cpu")
     ask = partial(predictions.ask, rows=sizes[0])
-    columns, missing = _columns(given, device, ranks, ask if optimizer_states == "open" else None)
+    columns, missing = _columns(given, target, ranks, ask if optimizer_states == "open" else None)
     families = [one for one in choices.families(columns) if budget.goal != "exact" or not one.changes]
-    residual = residual_of("cpu" if device is None else device.name)
+    residual = residual_of("cpu" if target is None else target.name)
     if abs(residual - 1) >= _TOLD:
         notes.append(f"Bytes are {residual:.1%} of what is predicted, as earlier runs on this device had it.")
-    if device is not None and device.rates_of:
-        ability = "with" if device.has_bfloat16 else "without"
+    if target is not None and target.rates_of:
+        ability = "with" if target.has_bfloat16 else "without"
         notes.append(
-            f"Of {device.name} no data sheet is known: the rates are {device.rates_of}'s, {ability} bfloat16."
+            f"Of {target.name} no data sheet is known: the rates are {target.rates_of}'s, {ability} bfloat16."
         )
     problem = Problem(
         predict=predictions,
@@ -107,11 +106,11 @@ def plan(
         is_whole=any(map(_stays_whole, budgets_among(listed(given.get("callbacks"))))),
         tokens=row_length(batch),
         usable_bytes=budget.usable_bytes(),
-        beside_bytes=0 if device is None else device.context_bytes,
+        beside_bytes=0 if target is None else target.context_bytes,
         floor=Floor(seen, ranks, on_host=_may_offload(given.get("strategy"))),
-        times=_times(budget, device, nodes),
+        times=_times(budget, target, nodes),
         goal=budget.goal,
-        host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
+        host_bytes_per_second=1.0 if target is None else target.host_bytes_per_second,
         residual=residual,
     )
     found, unavailable = search(families, problem)
