@@ -22,6 +22,18 @@ class Steps(Callback):
         Path(STEPPED).touch()
 
 
+class Table(nn.Module):
+    """An embedding that is no `nn.Embedding`."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(vocabulary, WIDTH))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """A row an id."""
+        return F.embedding(input_ids, self.rows)
+
+
 class Block(nn.Module):
     """Attention alone."""
 
@@ -83,3 +95,11 @@ class Wrapped(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Tabled(Words):
+    """The same with a table of its own."""
+
+    def __init__(self, vocabulary: int = 259) -> None:
+        super().__init__()
+        self.embedding = Table(vocabulary)
