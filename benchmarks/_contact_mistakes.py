@@ -152,7 +152,8 @@ OF_CONFIGS = (
 )  # fmt: skip
 OF_OPTIONS = (
     Mistake("a budget in words", ("lots", "GiB"), changes=callbacks(one("MemoryBudget", budget="lots"))),
-    Mistake("a budget that is no number", ("nan", "24GiB"), changes=callbacks(one("MemoryBudget", budget=float("nan")))),
+    Mistake("a budget that is no number", ("nan", "22GiB"),
+            changes=callbacks(one("MemoryBudget", budget=float("nan")))),
     Mistake("a negative budget", ("-1GiB", "22GiB"), changes=callbacks(one("MemoryBudget", budget="-1GiB"))),
     Mistake("a share above all", ("150%", "90%"), changes=callbacks(one("MemoryBudget", budget="150%"))),
     Mistake("a budget below the weights", ("1KiB", "budget"), changes=callbacks(one("MemoryBudget", budget="1KiB"))),
