@@ -51,7 +51,8 @@ def run(options: Options) -> Report:
         "self: the load with checksums against itself, which shows the noise",
     )
     void = self_ratio_is_void(ratios["self"])
-    return Report("checkpoint_integrity", figures, rows, void=void, notes=notes)
+    missed = figures["undetected"] > 0
+    return Report("checkpoint_integrity", figures, rows, void=void, notes=notes, failed=missed)
 
 
 def flip(folder: Path, dice: random.Random) -> dict[str, tuple[int, int]]:

@@ -109,7 +109,7 @@ def run(options: Options) -> Report:
             notes.append(f"{len(finished.found)} of {cells} cases are of a stopped run of the same code")
         finished.forget()
     notes.append("a cell is the points that end bitwise equal, of those run" + " (a sample)" * options.quick)
-    return Report("fault_sweep", figures, rows, notes=tuple(notes))
+    return Report("fault_sweep", figures, rows, notes=tuple(notes), failed=bool(failures or figures["hangs"]))
 
 
 def all_cases() -> Iterator[Case]:

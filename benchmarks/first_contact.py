@@ -54,7 +54,7 @@ def run(options: Options) -> Report:
         "page_bytes": page_bytes,
         "import_prints": len(run_python(("-c", _IMPORTS), ".")),
     }
-    return Report("first_contact", figures, rows, notes=tuple(screen))
+    return Report("first_contact", figures, rows, notes=tuple(screen), failed=named < len(mistakes))
 
 
 def _last_screen() -> tuple[list[str], int]:

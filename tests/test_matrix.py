@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import matrix
 from benchmarks._matrix_columns import COLUMNS, Column, cells
 from benchmarks._matrix_models import SAMPLES, STEPS, halves, models, rows_of
-from benchmarks.harness import Options
+from benchmarks.harness import Options, threads
 from benchmarks.matrix import FAILED, NO_CELL, PASSED, REFUSED, judged, report_of, run, update_error
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -90,6 +91,25 @@ def test_what_was_said_is_numbered_once() -> None:
     assert [row["ChunkedLoss"] for row in report.rows] == ["no 1", "no 1"]
     assert report.notes == ("1: ValueError: no head",)
     assert report.figures == {"cells": 3, "passed": 1, "refused": 2, "failed": 0}
+    assert not report.failed
+
+
+def test_a_cell_that_failed_fails_the_command() -> None:
+    verdicts = {("A", "MemoryReport"): (FAILED, "weights are off"), ("A", "ChunkedLoss"): (PASSED, "")}
+    assert report_of(verdicts).failed
+
+
+def test_plain_runs_and_cells_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def seen(wanted: Any) -> dict[Any, Any]:
+        used.append(torch.get_num_threads())
+        return {}
+
+    monkeypatch.setattr(matrix, "judged", seen)
+    with threads(2):
+        run(Options(quick=True, seed=0))
+    assert used == [1]
 
 
 def test_batches_of_every_model_have_samples_for_two_ranks_and_no_dropout() -> None:
