@@ -49,7 +49,7 @@ def names_a_file(text: Any) -> bool:
     """Whether a text is the name of a data file rather than a document."""
     if not isinstance(text, str):
         return isinstance(text, os.PathLike)
-    if len(text) > _LONGEST or not text.lower().endswith((*_ENDINGS, _STDLIB)):
+    if len(text) > _LONGEST or not text[-len(_STDLIB) :].lower().endswith((*_ENDINGS, _STDLIB)):
         return False
     return len(text.split()) == 1 or os.path.isfile(text)
 
