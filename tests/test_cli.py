@@ -337,6 +337,7 @@ def test_a_checkpoint_that_is_not_there_or_cut_off_is_refused_before_anything_is
     ("name", "printed"),
     [
         ("weights.pt", "it has no 'pytorch-lightning_version'; weights alone are loaded by the callback Initial"),
+        ("old.pt", "it has no 'pytorch-lightning_version'; weights alone are loaded by the callback Initial"),
         ("my.jsonl", "neither torch.save nor memkit wrote it; the newest other one beside it is whole.ckpt."),
         ("runs", "it is a folder without '.metadata'; it holds runs/newer.ckpt."),
     ],
@@ -345,6 +346,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_built(
     memkit, capsys, tmp_path, name: str, printed: str
 ) -> None:
     torch.save({"layer.weight": torch.zeros(3)}, tmp_path / "weights.pt")
+    torch.save({"layer.weight": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "whole.ckpt")
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "runs").mkdir()

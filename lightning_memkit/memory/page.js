@@ -21,6 +21,7 @@ const row = (into, name, value, color) => {
 };
 const clamped = (value, least, most) => Math.max(least, Math.min(most, value));
 const LEAST = 8; // moments: fewer are not enlarged
+const NAMED = 60; // pixels: a phase that has fewer is not named
 const DRAGGED = 6; // pixels: less is a click
 const OUTSIDE = "(the step itself)"; // of any module
 
@@ -76,7 +77,7 @@ for (const plot of document.querySelectorAll(".plot")) {
       const shown = Math.max(0, Math.min(to, ends[index]) - Math.max(from, first));
       phases[index].style.flex = `${shown} 0 0`;
       phases[index].hidden = !shown;
-      phases[index].textContent = shown / length >= 0.055 ? name : "";
+      phases[index].textContent = (shown / length) * plot.clientWidth >= NAMED ? name : "";
     });
     if (!tip.hidden) at >= from && at < to ? show(at) : hide();
   };

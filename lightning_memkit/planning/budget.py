@@ -111,7 +111,7 @@ def as_written(budget: str | int | float) -> str:
     return format_bytes(budget) if not isinstance(budget, str) and budget > 1 else str(budget)
 
 
-def budget_on(device: str, budget: Budget | str | int | float) -> Budget:
+def budget_on(device: str | Device, budget: Budget | str | int | float) -> Budget:
     """The budget, of this device's memory.
 
     Raises:

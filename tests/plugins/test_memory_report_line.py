@@ -93,38 +93,34 @@ def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, 
     )
 
 
-@pytest.mark.parametrize("kind", ["tqdm", "rich"])
-def test_a_line_of_the_log_stands_above_the_bar(kind: str, capsys: Any, monkeypatch: Any) -> None:
+def logged_beside(kind: str, watched: Callback, monkeypatch: Any) -> list[str]:
+    """What a terminal ends up with, on which Lightning logs beside its bar; the log's handler is as it was."""
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
-    handler = logging.StreamHandler(terminal)
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
+    handler, logger = logging.StreamHandler(terminal), logging.getLogger("lightning.pytorch")
+    monkeypatch.setattr(logger, "handlers", [handler])
     rich = RichProgressBar(console_kwargs={"file": terminal, "force_terminal": True, "width": 200})
     bar: Callback = rich if kind == "rich" else TQDMProgressBar()
-    trained(MemoryBudget("260KiB"), bar, max_steps=2, enable_progress_bar=True)
-    screen = as_on_screen(terminal.getvalue())
+    trained(watched, bar, max_steps=2, enable_progress_bar=True)
+    assert logger.handlers == [handler]
+    assert handler.stream is terminal
+    return as_on_screen(terminal.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_a_line_of_the_log_stands_above_the_bar(kind: str, capsys: Any, monkeypatch: Any) -> None:
+    screen = logged_beside(kind, MemoryBudget("260KiB"), monkeypatch)
     (said,) = [row for row in screen if "MemoryBudget: micro-batch" in row]
     assert said.startswith("MemoryBudget: micro-batch")
-    assert handler.stream is terminal
-    assert logging.getLogger("lightning.pytorch").handlers == [handler]
-
-
-PEAK = "peak 21.40 GiB of 22.00 GiB"
 
 
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
 def test_what_lightning_logs_stands_above_its_bar_too(kind: str, capsys: Any, monkeypatch: Any) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    handler = logging.StreamHandler(terminal)
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
-    rich = RichProgressBar(console_kwargs={"file": terminal, "force_terminal": True, "width": 200})
-    bar: Callback = rich if kind == "rich" else TQDMProgressBar()
-    trained(MemoryReport(), bar, max_steps=2, enable_progress_bar=True)
-    screen = as_on_screen(terminal.getvalue())
+    screen = logged_beside(kind, MemoryReport(), monkeypatch)
     assert "`Trainer.fit` stopped: `max_steps=2` reached." in screen
-    assert logging.getLogger("lightning.pytorch").handlers == [handler]
-    assert handler.stream is terminal
+
+
+PEAK = "peak 21.40 GiB of 22.00 GiB"
 
 
 class Terminal(io.StringIO):
@@ -140,6 +136,17 @@ def test_a_bar_of_tqdm_on_a_terminal_repeats_no_line(monkeypatch: Any) -> None:
     assert "samples/s=" in terminal.getvalue()
     screen = as_on_screen(terminal.getvalue())
     assert any(row.startswith("Peak ") for row in screen)
+
+
+def test_a_bar_of_tqdm_in_a_notebook_repeats_no_line(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        "lightning_memkit.plugins.seams.bars.Console", lambda: SimpleNamespace(is_jupyter=True)
+    )
+    trained(MemoryReport(), TQDMProgressBar(), max_steps=4, log_every_n_steps=2, enable_progress_bar=True)
+    printed = capsys.readouterr().out
+    assert "loader stall" not in printed
+    assert "samples/s=" in printed
+    assert printed.count("Peak ") == 1
 
 
 def test_in_a_file_each_interval_is_a_line_of_its_own(capsys: Any) -> None:

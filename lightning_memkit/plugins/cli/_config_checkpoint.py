@@ -16,7 +16,7 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 
 _LOOKED_UP = re.compile(r"best|last|hpc|registry.*|\w+://.*")  # what Lightning finds
 _ZIP = b"PK\x03\x04"  # a file of torch.save begins so
-_PICKLE = b"\x80"  # and an old one so
+_PICKLE = b"\x80"  # and one of before torch 1.6 so
 _SHARDS = (".metadata", "checkpoint")  # of which a folder of shards has one: torch's, or DeepSpeed's
 _VERSION = "pytorch-lightning_version"  # which every checkpoint of a Trainer has
 
@@ -70,11 +70,12 @@ def _lacks(path: Path) -> str:
         return "" if is_sharded else f"it is a folder without {_SHARDS[0]!r}{within}"
     with path.open("rb") as file:
         first = file.read(len(_ZIP))
-    if first != _ZIP:
-        is_known = first.startswith(_PICKLE) or streamed.is_safetensors(path)
-        return "" if is_known else f"neither torch.save nor memkit wrote it{_newest(path)}"
+    if first != _ZIP and not first.startswith(_PICKLE):
+        return (
+            "" if streamed.is_safetensors(path) else f"neither torch.save nor memkit wrote it{_newest(path)}"
+        )
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = torch.load(path, map_location="cpu", mmap=first == _ZIP, weights_only=True)
     except Exception:  # it needs classes of the user's, as Lightning says when it loads it
         return ""
     if isinstance(found, dict) and _VERSION in found:

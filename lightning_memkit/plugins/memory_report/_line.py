@@ -40,7 +40,7 @@ class Printer:
         if is_tqdm and sys.stdout.isatty():
             Tqdm.write(self._text(what), file=sys.stdout, end="")
             return
-        if is_tqdm:  # in a file, whose last line is the bar's, without an end
+        if is_tqdm and not is_shown(bar):  # in a file, whose last line is the bar's, without an end
             sys.stdout.write("\n")
         _console().print(what, markup=False)
 
@@ -93,13 +93,11 @@ def line(trainer: Trainer, loss: float | None, values: dict[str, float], width: 
     first = [f"step {trainer.global_step}/{total}"]
     if loss is not None:
         first.append(f"loss {loss:.4f}")
-    shown = dict(values)
-    for name in ("", *_NEEDED_LEAST):
-        if name != "retries" or not shown.get(name):
-            shown.pop(name, None)
-        found = " | ".join([*first, *_cells(shown)])
-        if len(found) <= width:
-            break
+    shown, dispensable = dict(values), list(_NEEDED_LEAST)
+    if shown.get("retries"):
+        dispensable.remove("retries")
+    while len(found := " | ".join([*first, *_cells(shown)])) > width and dispensable:
+        shown.pop(dispensable.pop(0), None)
     return found
 
 

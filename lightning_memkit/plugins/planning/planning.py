@@ -43,7 +43,7 @@ def plan(
     budget: Budget | str | int | float = "auto",
     *,
     trainer: Mapping[str, Any] | None = None,
-    device: str = "auto",
+    device: str | Device = "auto",
     optimizer_states: OptimizerStates = "given",
 ) -> Plan:
     """Ranks configurations that fit a budget by speed, and says why others don't fit; nothing is allocated.

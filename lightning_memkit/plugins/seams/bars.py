@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
 from rich.file_proxy import FileProxy
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -45,7 +46,7 @@ def is_live(bar: Any) -> bool:
 def is_shown(bar: Any) -> bool:
     """Whether somebody sees this bar: on a terminal, or in a notebook."""
     if isinstance(bar, TQDMProgressBar):
-        return bar.is_enabled and sys.stdout.isatty()
+        return bar.is_enabled and (sys.stdout.isatty() or Console().is_jupyter)
     return is_live(bar) or (_has_started(bar) and bar.progress.console.is_jupyter)
 
 
