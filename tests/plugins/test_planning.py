@@ -315,15 +315,15 @@ def test_ranks_are_a_column_where_there_are_several():
     assert found.best.family["ranks"].name == "DDP"  # it sends the least
     assert found.trainer_kwargs()["strategy"] == "ddp"
     least = plan(deep, given_batch(), Budget("1GiB", "a100-40gb", "memory"), trainer=fixed)
-    kind, _, stage = least.best.family["ranks"].name.rpartition(" ")
-    assert kind == "FSDP2 stage"
-    strategy = least.trainer_kwargs()["strategy"]
-    assert isinstance(strategy, FSDP2Strategy)
-    assert strategy.sharding.stage == int(stage)
-    assert least.config()["trainer"]["strategy"] == {
-        "class_path": "lightning_memkit.FSDP2Strategy",
-        "init_args": {"stage": int(stage)},
-    }
+    by_name = {row.family["ranks"].name: row for row in reversed(least.rows)}
+    on_device, on_host = by_name["FSDP2 stage 3"], by_name["FSDP2 stage 3 with shards on the host"]
+    assert least.best is on_host  # it leaves the least on the device
+    for row, options in ((on_device, {"stage": 3}), (on_host, {"stage": 3, "cpu_offload": True})):
+        strategy = least.trainer_kwargs(row)["strategy"]
+        assert isinstance(strategy, FSDP2Strategy)
+        assert (strategy.sharding.stage, strategy.sharding.cpu_offload) == (3, "cpu_offload" in options)
+        written = {"class_path": "lightning_memkit.FSDP2Strategy", "init_args": options}
+        assert least.config(row=row)["trainer"]["strategy"] == written
 
 
 @pytest.mark.long
