@@ -2,12 +2,14 @@
 
 The small language model of examples/pretrain_causal_lm, without any choice for memory in its config, is planned for
 three budgets on this machine's CPU. Each plan's config is trained as it was written, in a process of its own, and
-torch's profiler says what the allocator handed out at most in its steps. (Before the first of them `MemoryBudget`
-keeps copies on the host, which on a CPU is where everything is: `start_of_budget`.) Then every configuration that fits
-one of the budgets is trained, in turns and fresh processes, and the order of its step times is compared with the
-plan's: Spearman's rank correlation, where times within 5 % count as ties. Whole runs are timed, which can't be paired
-step by step as `paired_ratio` pairs them; the first configuration is timed twice a round, and `self_ratio` says how
-far its two medians are apart.
+torch's profiler says what the allocator handed out at most in its steps (`of_budget`). Where `MemoryBudget` compares
+a batch with its micro-batches, it may use what the steps leave of the budget (`compared_of_budget`). Before the first
+step it also keeps copies on the host, which on a CPU is where everything is (`start_of_budget`).
+
+Then every configuration that fits one of the budgets is trained, in turns and fresh processes, and the order of its
+step times is compared with the plan's: Spearman's rank correlation, where times within 5 % count as ties. Whole runs
+are timed, which can't be paired step by step as `paired_ratio` pairs them; the first configuration is timed twice a
+round, and `self_ratio` says how far its two medians are apart.
 
 At last models that no such machine holds are planned: a Llama of 8 billion parameters on one card of 24 GiB, with one
 row and with eight, and one of 70 billion on 64 cards, with what they take. `memkit plan` prints the whole tables:
@@ -54,24 +56,35 @@ LARGE = (
 )
 _RUN = """
 import json, sys
+from functools import wraps
 from lightning_memkit import MemoryBudget
 from lightning_memkit.cli import main
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
+from lightning_memkit.micro_batching.parts.whole_comparison import WholeComparison
 
-traces, prepare = [AllocatorTrace()], MemoryBudget.prepare
+trace, sections = AllocatorTrace(), ["start"]
 
-def prepared(self, step):
-    prepare(self, step)
-    if len(traces) == 1:
-        traces[0].__exit__(None, None, None)
-        traces.append(AllocatorTrace().__enter__())
+def marked(kind, name):
+    plain = getattr(kind, name)
+    @wraps(plain)
+    def run(*args, **kwargs):
+        trace.mark()
+        sections.append("compared" if "peak" in sections else "start")
+        plain(*args, **kwargs)
+        trace.mark()
+        sections.append("peak")
+    setattr(kind, name, run)
 
-MemoryBudget.prepare = prepared
-traces[0].__enter__()
-status = main(sys.argv[1:])
-traces[-1].__exit__(None, None, None)
-start, steps = traces[0].peak_bytes, traces[0].live_bytes + traces[-1].peak_bytes
-print(json.dumps({"status": status, "start_bytes": start, "peak_bytes": steps}))
+marked(MemoryBudget, "prepare")
+marked(WholeComparison, "compare")
+with trace:
+    status = main(sys.argv[1:])
+if status or len(sections) == 1:  # `memkit plan` runs no step
+    sys.exit(status)
+found = dict.fromkeys(("start", "peak", "compared"), 0)
+for section, size in zip(sections, trace.peaks_between, strict=True):
+    found[section] = max(found[section], size)
+print(json.dumps({f"{name}_bytes": size for name, size in found.items()}))
 """
 
 
@@ -93,7 +106,11 @@ def run(options: Options) -> Report:
     rows += [] if options.quick else [large(*shape) for shape in LARGE]
     figures = {
         "budgets": len(budgets),
-        "peak_over_budget_max": max(float(row["of_budget"]) for row in rows[: len(budgets)]),  # pyright: ignore
+        "peak_over_budget_max": max(
+            float(row[name])  # pyright: ignore
+            for row in rows[: len(budgets)]
+            for name in ("of_budget", "compared_of_budget")
+        ),
         "prediction_error_max_pct": max(abs(float(row["error_pct"])) for row in rows[: len(budgets)]),  # pyright: ignore
         "plans": len(measured),
         "spread": max(measured) / min(measured),
@@ -109,7 +126,7 @@ def held(folder: Path, budget: str) -> dict[str, object]:
     plain, planned = folder / "plain.yaml", folder / f"{budget}.yaml"
     plain.write_text(yaml.safe_dump(config(folder)))
     words = ["plan", "--config", str(plain), "--budget", budget, "--device", "cpu", "--output", str(planned)]
-    table = _memkit(words).rpartition("\n{")[0]
+    table = _memkit(words)
     answer = _memkit(["fit", "--config", str(planned)])
     found = json.loads(answer.splitlines()[-1])
     peak = found["peak_bytes"]
@@ -122,6 +139,7 @@ def held(folder: Path, budget: str) -> dict[str, object]:
         "measured": format_bytes(peak),
         "of_budget": round(peak / parse_bytes(budget), 4),
         "start_of_budget": round(found["start_bytes"] / parse_bytes(budget), 4),
+        "compared_of_budget": round(found["compared_bytes"] / parse_bytes(budget), 4),
         "error_pct": round(100 * (predicted / peak - 1), 2),
     }
 
@@ -214,6 +232,7 @@ def compared(row: Row, own: float, predicted: list[float], measured: list[float]
         "measured": round(own / min(measured), 3),
         "of_budget": "",
         "start_of_budget": "",
+        "compared_of_budget": "",
         "error_pct": "",
     }
 
@@ -254,6 +273,7 @@ def large(shape: str, rows: int, budget: Budget, given: dict[str, Any]) -> dict[
         "measured": verdict,
         "of_budget": round(row.taken_bytes / budget.bytes(), 4),
         "start_of_budget": "",
+        "compared_of_budget": "",
         "error_pct": "",
     }
 

@@ -16,6 +16,7 @@ def test_what_is_made_freed_and_marked_is_counted_to_the_byte() -> None:
     assert trace.marked_bytes == [20_400, 400]
     assert trace.live_bytes == kept.nbytes + later.nbytes
     assert trace.peak_bytes == 20_400
+    assert trace.peaks_between == [20_400, 20_400, 440]
 
 
 def test_another_devices_bytes_are_not_counted() -> None:
