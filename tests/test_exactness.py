@@ -22,6 +22,7 @@ from benchmarks._exactness_judge import (
     DIFFERENT,
     EQUAL,
     REFUSED,
+    WARNED,
     WHOLE,
     Noise,
     Verdict,
@@ -74,6 +75,11 @@ def true_count(drawn: Drawn) -> Any:
     return "sum" if drawn.divisor == SUM else count
 
 
+def logs_a_mean_the_loss_does_not_tell(drawn: Drawn) -> bool:
+    """Whether the step logs a mean over labels, some of which are ignored, beside a loss that divides by others."""
+    return drawn.metric == "labels" and drawn.has_ignored and drawn.divisor != "labels"
+
+
 def drawn_of(case: Case) -> Drawn:
     return case.module.args[0]  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -92,7 +98,11 @@ def test_a_split_by_the_true_divisors_is_equal(dtype: str) -> None:
     place = DTYPES.index(dtype)
     for index, case in enumerate(SOUND[place::5][:4]):
         budget = MemoryBudget("1GiB", micro_batch_size=(1, 3)[index % 2], weigh_by=true_count(drawn_of(case)))
-        assert verdict_of(case, index, dtype, budget).outcome == EQUAL, case.name
+        verdict = verdict_of(case, index, dtype, budget)
+        if logs_a_mean_the_loss_does_not_tell(drawn_of(case)):
+            assert (verdict.outcome, verdict.where) == (WARNED, "logged sure"), case.name
+        else:
+            assert verdict.outcome == EQUAL, case.name
 
 
 def doubled(batch: dict[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
