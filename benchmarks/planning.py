@@ -56,7 +56,6 @@ LARGE = (
 )
 _RUN = """
 import json, sys
-from functools import wraps
 from lightning_memkit import MemoryBudget
 from lightning_memkit.cli import main
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
@@ -66,11 +65,10 @@ trace, sections = AllocatorTrace(), ["start"]
 
 def marked(kind, name):
     plain = getattr(kind, name)
-    @wraps(plain)
-    def run(*args, **kwargs):
+    def run(*args):
         trace.mark()
         sections.append("compared" if "peak" in sections else "start")
-        plain(*args, **kwargs)
+        plain(*args)
         trace.mark()
         sections.append("peak")
     setattr(kind, name, run)

@@ -15,6 +15,9 @@ class AllocatorTrace:
     before entry that is freed inside is not counted on CPU, whose allocator doesn't know its size. Unlike
     `AllocatorMeter`, it leaves the allocator's own statistics unchanged. torch runs one profiler at a time:
     check `available` first. Not yet verified on a GPU.
+
+    Args:
+        device: the device whose allocations are counted.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -71,9 +71,8 @@ def _lacks(path: Path) -> str:
     with path.open("rb") as file:
         first = file.read(len(_ZIP))
     if first != _ZIP and not first.startswith(_PICKLE):
-        return (
-            "" if streamed.is_safetensors(path) else f"neither torch.save nor memkit wrote it{_newest(path)}"
-        )
+        is_known = streamed.is_safetensors(path)
+        return "" if is_known else f"neither torch.save nor memkit wrote it{_newest(path)}"
     try:
         found = torch.load(path, map_location="cpu", mmap=first == _ZIP, weights_only=True)
     except Exception:  # it needs classes of the user's, as Lightning says when it loads it
